@@ -1,0 +1,3 @@
+"""vime: reinforcement-learning post-training for language and vision-language models."""
+
+__version__ = "0.1.0"

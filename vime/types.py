@@ -1,0 +1,279 @@
+"""The records that flow between the parts of vime, in the order in which data meets them.
+
+``Sample`` is mutable until its group closes, because users' hooks assign to it; ``TrainSample``, ``RolloutBatch`` and
+``TrainBatch`` are frozen. Nothing here imports torch, Ray, vLLM or Megatron.
+
+Lengths in comments and docstrings: L = tokens of prompt and response together, T = tokens of the response.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+Message: TypeAlias = dict[str, Any]
+"""One chat message: ``role`` and ``content``, perhaps ``tool_calls`` and ``step_loss_mask``."""
+
+WeightVersion: TypeAlias = int
+"""0 before the first weight sync of a run; each sync makes the next one."""
+
+
+class InvalidSample(ValueError):
+    """A Sample which breaks a rule that training relies on. The message names the sample and the rule."""
+
+
+class Status(enum.Enum):
+    """How the generation of a Sample ended."""
+
+    PENDING = "pending"  # not generated yet
+    COMPLETED = "completed"  # the model stopped by itself
+    TRUNCATED = "truncated"  # it ran into the length limit
+    ABORTED = "aborted"  # it was interrupted, what it had is kept
+    FAILED = "failed"  # the engine or a hook failed; never trained on
+
+
+class GradeStatus(enum.Enum):
+    """What a Grade says."""
+
+    SCORED = "scored"  # score is a finite number
+    INVALID = "invalid"  # the response cannot be graded (no answer in it); counts with its score, normally 0
+    ERROR = "error"  # the grader failed or ran out of time; counted and shown, never a silent 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grade:
+    """A reward and how it came about. ``score`` is None exactly when ``status`` is ERROR."""
+
+    score: float | None
+    status: GradeStatus = GradeStatus.SCORED
+    detail: str = ""  # one line: the extracted answer, or what went wrong
+    extra: dict[str, Any] = field(default_factory=dict)  # further values of a dict reward, e.g. dapo's acc and pred
+
+    def __post_init__(self) -> None:
+        if (self.score is None) != (self.status is GradeStatus.ERROR):
+            raise ValueError(f"a Grade has no score exactly when it is an error, not {self.score!r} with {self.status}")
+        if self.score is not None and not math.isfinite(self.score):
+            raise ValueError(f"a score is a finite number, not {self.score}")
+
+    @classmethod
+    def error(cls, detail: str) -> Grade:
+        return cls(score=None, status=GradeStatus.ERROR, detail=detail)
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """One answer to one prompt, from the jsonl row to the graded response.
+
+    What a custom generate function must fill: ``tokens``, ``response_length``, ``response``, ``status``, and
+    ``loss_mask`` where some response tokens are not the model's own.
+    """
+
+    group_index: int | None = None  # which group (prompt draw) it belongs to, unique in a run
+    index: int | None = None  # unique in a run
+    rollout_id: int | None = None
+    prompt: str | list[Message] = ""
+    tokens: list[int] = field(default_factory=list)  # [L] prompt and response ids
+    response: str = ""
+    response_length: int = 0  # T; in a dialogue of several turns all that follows the first prompt
+    label: str | None = None
+    reward: float | dict[str, Any] | None = None
+    grade: Grade | None = None
+    loss_mask: list[int] | None = None  # [T] 1 = trained, 0 = not; None means all ones
+    rollout_log_probs: list[float] | None = None  # [T] nats, as the engine computed them
+    weight_versions: list[WeightVersion] = field(default_factory=list)  # [T]
+    status: Status = Status.PENDING
+    remove_sample: bool = False  # True: keeps its place in baseline and denominator, its mask becomes 0
+    metadata: dict[str, Any] = field(default_factory=dict)
+    train_metadata: dict[str, Any] | None = None
+    session_id: str | None = None  # the router keeps all turns of a session on one engine
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    custom_rm_path: str | None = None
+    custom_generate_function_path: str | None = None
+
+    Status = Status  # the guide writes Sample.Status.COMPLETED
+
+    @property
+    def truncated(self) -> bool:
+        return self.status is Status.TRUNCATED
+
+    @truncated.setter
+    def truncated(self, value: bool) -> None:
+        self._set_flag(Status.TRUNCATED, value)
+
+    @property
+    def aborted(self) -> bool:
+        return self.status is Status.ABORTED
+
+    @aborted.setter
+    def aborted(self, value: bool) -> None:
+        self._set_flag(Status.ABORTED, value)
+
+    def _set_flag(self, status: Status, value: bool) -> None:
+        if value:
+            self.status = status
+        elif self.status in (status, Status.PENDING):
+            self.status = Status.COMPLETED
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.tokens) - self.response_length
+
+    @property
+    def name(self) -> str:
+        """How messages name this sample."""
+        return f"sample {self.index} (group {self.group_index}, rollout {self.rollout_id})"
+
+    def score(self, reward_key: str | None = None) -> float:
+        """The reward as one finite number.
+
+        Raises:
+            InvalidSample: there is none, it is not a number, or it is not finite.
+        """
+        value = self.reward
+        if isinstance(value, dict):
+            if reward_key is None:
+                raise InvalidSample(f"{self.name}: the reward is a dict {sorted(value)}; name one key by --reward-key")
+            if reward_key not in value:
+                raise InvalidSample(f"{self.name}: the reward has no key {reward_key!r}, only {sorted(value)}")
+            value = value[reward_key]
+        if isinstance(value, bool):
+            return float(value)
+        if not isinstance(value, int | float):
+            raise InvalidSample(f"{self.name}: the reward must be a number, not {value!r}")
+        if not math.isfinite(value):
+            raise InvalidSample(f"{self.name}: the reward must be finite, not {value}")
+        return float(value)
+
+    def validate(self) -> None:
+        """Checks what conversion to training data relies on.
+
+        Raises:
+            InvalidSample: a length, status or value is wrong.
+        """
+        if self.status not in (Status.COMPLETED, Status.TRUNCATED):
+            raise InvalidSample(f"{self.name}: status is {self.status.value}, only completed or truncated can be trained")
+        if not 0 < self.response_length <= len(self.tokens):
+            raise InvalidSample(
+                f"{self.name}: response_length is {self.response_length}, it must be from 1 to the {len(self.tokens)} tokens"
+            )
+        for what, values in (
+            ("loss_mask", self.loss_mask),
+            ("rollout_log_probs", self.rollout_log_probs),
+            ("weight_versions", self.weight_versions or None),
+        ):
+            if values is not None and len(values) != self.response_length:
+                raise InvalidSample(
+                    f"{self.name}: {what} has {len(values)} entries for {self.response_length} response tokens"
+                )
+        if self.loss_mask is not None and not set(self.loss_mask) <= {0, 1}:
+            raise InvalidSample(f"{self.name}: loss_mask holds values other than 0 and 1")
+
+
+Group: TypeAlias = list[Sample]
+"""The n samples of one prompt draw; all share ``group_index``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSample:
+    """A finished Sample, as the trainer gets it."""
+
+    index: int
+    group_index: int
+    tokens: tuple[int, ...]  # [L]
+    response_length: int  # T
+    loss_mask: tuple[int, ...]  # [T], all zero for a removed sample
+    rollout_log_probs: tuple[float, ...] | None  # [T]
+    weight_versions: tuple[WeightVersion, ...]  # [T], or empty where the generate function gave none
+    raw_reward: float
+    reward: float  # after group normalisation or the user's post-processing
+    truncated: bool = False
+    metadata: dict[str, Any] | None = None
+
+    @property
+    def total_length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(self.loss_mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBatch:
+    """All samples of one rollout, ordered by index whatever the order in which they finished."""
+
+    rollout_id: int
+    samples: tuple[TrainSample, ...]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainStep:
+    """What one data-parallel rank does in one optimizer step.
+
+    The denominators are those of the whole step over all ranks, so that the loss is exact however samples are packed
+    and spread.
+    """
+
+    micro_batches: tuple[tuple[int, ...], ...]  # positions in TrainBatch.samples; equally many on every rank
+    num_samples: int  # N: samples of the step over all ranks (the global batch size)
+    num_tokens: int  # sum over samples of max(trained tokens, 1), over all ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """The share of a rollout of one data-parallel rank."""
+
+    rollout_id: int
+    samples: tuple[TrainSample, ...]
+    steps: tuple[TrainStep, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample one response."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1: all tokens
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True
+    ignore_eos: bool = False
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What an engine answered to one request; token ids in, token ids out."""
+
+    token_ids: list[int]  # [T]
+    log_probs: list[float]  # [T] nats
+    weight_versions: list[WeightVersion]  # [T]
+    finish_reason: str  # "stop", "length" or "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What the trainer reports of one rollout: one dict of metrics for each optimizer step."""
+
+    steps: tuple[dict[str, float], ...]
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase
+
+
+def derive_seed(*identity: int | str) -> int:
+    """A seed in [0, 2^31) that depends on nothing but the identity it is for, e.g. (run seed, rollout, sample, turn)."""
+    digest = hashlib.sha256("\x1f".join(map(str, identity)).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean, exactly rounded; NaN of nothing."""
+    return math.fsum(values) / len(values) if values else math.nan
