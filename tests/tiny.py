@@ -1,0 +1,101 @@
+"""Tiny models of the real classes, with random weights, and a tokenizer trained on the spot.
+
+Small enough that a test can train and serve them on one core; ``head_dim`` is 32 because vLLM's CPU attention knows no
+smaller one.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+VOCAB_SIZE = 512
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+@functools.cache
+def make_tokenizer() -> Any:
+    """A byte-level BPE tokenizer of ``VOCAB_SIZE`` ids with a ChatML template and one token a digit."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    corpus = [f"What is {a} + {b}? The answer is {a + b}. Add these numbers." for a in range(60) for b in range(0, 60, 7)]
+    corpus += [f"user system assistant {word} one two three" for word in ("solve", "problem", "step", "boxed", "final")] * 9
+    tokenizer.train_from_iterator(corpus, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=2048,
+    )
+
+
+def make_model(
+    folder: Path | str, family: str = "llama", *, tied: bool = False, dtype: str = "float32", seed: int = 0, **overrides: Any
+) -> Path:
+    """Writes an HF folder (config, safetensors, tokenizer) of a random model and returns it.
+
+    Args:
+        family: one of ``FAMILIES``.
+        tied: whether embedding and output layer share their weights.
+        dtype: "float32" or "bfloat16".
+        overrides: fields of the transformers config to set otherwise, e.g. ``num_hidden_layers=4``.
+    """
+    import torch
+    import transformers
+
+    classes = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    tokenizer = make_tokenizer()
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "rope_theta": 10000.0,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if family == "qwen2":  # has no head_dim of its own
+        fields |= {"hidden_size": 128, "head_dim": None}
+        del fields["head_dim"]
+    fields |= overrides
+    config = getattr(transformers, classes[family] + "Config")(**fields)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, classes[family] + "ForCausalLM")(config)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # norms and biases away from their initial ones and zeros, so that tests see them
+                torch.nn.init.normal_(parameter, mean=0.0 if "bias" in name else 1.0, std=0.1)
+    model = model.to(getattr(torch, dtype))
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id], pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Path(folder)
