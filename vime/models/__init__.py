@@ -1,0 +1,10 @@
+"""Model families: config.json → Megatron's configuration, and a declarative weight map both ways.
+
+Neither megatron nor transformers is imported here. A new family is one file in ``families/``.
+"""
+
+from vime.models.family import load_shape, weight_map
+from vime.models.rules import HfTensor, WeightRule
+from vime.models.shape import ModelShape, RopeScaling
+
+__all__ = ["HfTensor", "ModelShape", "RopeScaling", "WeightRule", "load_shape", "weight_map"]

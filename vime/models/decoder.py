@@ -1,0 +1,118 @@
+"""What the Llama-like families share: a pre-norm decoder with RMSNorm, rotary positions, grouped queries and SwiGLU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vime.errors import UserError
+from vime.models.hf_config import HfConfig
+from vime.models.rules import GatedConcat, HfTensor, QkvInterleave, WeightRule
+from vime.models.shape import ModelShape
+
+
+def read_decoder(
+    config: HfConfig, *, head_dim: int | None = None, qk_layernorm: bool = False, add_qkv_bias: bool = False
+) -> ModelShape:
+    """The shape that config.json describes. ``head_dim`` is for a family whose default is not hidden size ÷ heads.
+
+    Raises:
+        UserError: a value is missing, impossible, or stands for something which is not implemented.
+    """
+    config.refuse_unless("hidden_act", ["silu"], default="silu")
+    heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
+    groups = config.integer("num_key_value_heads", heads)
+    if heads % groups:
+        raise UserError(f"{config.path}: {heads} attention heads cannot share {groups} key/value heads evenly")
+    rotary_base, rope_scaling = config.rotary()
+    return ModelShape(
+        architecture=config.architecture,
+        vocab_size=config.integer("vocab_size"),
+        num_layers=config.integer("num_hidden_layers"),
+        hidden_size=hidden_size,
+        ffn_hidden_size=config.integer("intermediate_size"),
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=config.integer("head_dim", head_dim or hidden_size // heads),
+        norm_epsilon=config.number("rms_norm_eps", 1e-6),
+        rotary_base=rotary_base,
+        rope_scaling=rope_scaling,
+        max_position_embeddings=config.integer("max_position_embeddings"),
+        tie_word_embeddings=config.flag("tie_word_embeddings"),
+        qk_layernorm=qk_layernorm,
+        add_qkv_bias=add_qkv_bias,
+        dtype=config.dtype(),
+    )
+
+
+def decoder_rules(shape: ModelShape) -> Iterator[WeightRule]:
+    """All parameters, in the order in which HF numbers them: embedding, layers, last norm, output layer."""
+    vocabulary = (shape.vocab_size, shape.hidden_size)
+    yield WeightRule(
+        megatron="embedding.word_embeddings.weight",
+        hf=(HfTensor("model.embed_tokens.weight", vocabulary),),
+        tp_dim=0,
+        vocabulary=True,
+    )
+    for layer in range(shape.num_layers):
+        yield from _attention_rules(shape, layer)
+        yield from _mlp_rules(shape, layer)
+    yield WeightRule(
+        megatron="decoder.final_layernorm.weight", hf=(HfTensor("model.norm.weight", (shape.hidden_size,)),)
+    )
+    if not shape.tie_word_embeddings:
+        yield WeightRule(
+            megatron="output_layer.weight", hf=(HfTensor("lm_head.weight", vocabulary),), tp_dim=0, vocabulary=True
+        )
+
+
+def _attention_rules(shape: ModelShape, layer: int) -> Iterator[WeightRule]:
+    megatron, hf = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
+    queries = shape.num_attention_heads * shape.kv_channels
+    keys = shape.num_query_groups * shape.kv_channels
+    rows = {"q": queries, "k": keys, "v": keys}
+    interleave = QkvInterleave(shape.heads_per_group, shape.kv_channels)
+    yield _norm_rule(shape, layer, "input_layernorm", "input_layernorm")
+    yield WeightRule(
+        megatron=f"{megatron}.linear_qkv.weight",
+        hf=tuple(HfTensor(f"{hf}.{x}_proj.weight", (n, shape.hidden_size)) for x, n in rows.items()),
+        op=interleave,
+        tp_dim=0,
+        layer=layer,
+    )
+    if shape.add_qkv_bias:
+        yield WeightRule(
+            megatron=f"{megatron}.linear_qkv.bias",
+            hf=tuple(HfTensor(f"{hf}.{x}_proj.bias", (n,)) for x, n in rows.items()),
+            op=interleave,
+            tp_dim=0,
+            layer=layer,
+        )
+    if shape.qk_layernorm:
+        for x in "qk":
+            norm = HfTensor(f"{hf}.{x}_norm.weight", (shape.kv_channels,))
+            yield WeightRule(megatron=f"{megatron}.{x}_layernorm.weight", hf=(norm,), layer=layer)
+    out = HfTensor(f"{hf}.o_proj.weight", (shape.hidden_size, queries))
+    yield WeightRule(megatron=f"{megatron}.linear_proj.weight", hf=(out,), tp_dim=1, layer=layer)
+
+
+def _mlp_rules(shape: ModelShape, layer: int) -> Iterator[WeightRule]:
+    megatron, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+    wide, hidden = shape.ffn_hidden_size, shape.hidden_size
+    yield _norm_rule(shape, layer, "pre_mlp_layernorm", "post_attention_layernorm")
+    yield WeightRule(
+        megatron=f"{megatron}.linear_fc1.weight",
+        hf=tuple(HfTensor(f"{hf}.{x}_proj.weight", (wide, hidden)) for x in ("gate", "up")),
+        op=GatedConcat(),
+        tp_dim=0,
+        layer=layer,
+    )
+    down = HfTensor(f"{hf}.down_proj.weight", (hidden, wide))
+    yield WeightRule(megatron=f"{megatron}.linear_fc2.weight", hf=(down,), tp_dim=1, layer=layer)
+
+
+def _norm_rule(shape: ModelShape, layer: int, megatron: str, hf: str) -> WeightRule:
+    return WeightRule(
+        megatron=f"decoder.layers.{layer}.{megatron}.weight",
+        hf=(HfTensor(f"model.layers.{layer}.{hf}.weight", (shape.hidden_size,)),),
+        layer=layer,
+    )

@@ -1,0 +1,52 @@
+"""A family of models is how to read its config.json and how its weights map; the registry finds the families."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vime.errors import UserError
+from vime.models.hf_config import HfConfig
+from vime.models.rules import WeightRule
+from vime.models.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One supported architecture."""
+
+    architecture: str  # the name in config.json
+    read: Callable[[HfConfig], ModelShape]
+    rules: Callable[[ModelShape], Iterable[WeightRule]]
+
+
+@functools.cache
+def families() -> Mapping[str, Family]:
+    """All families by architecture: the ``FAMILY`` of each module in ``vime.models.families``."""
+    from vime.models import families as package
+
+    modules = (importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__))
+    return {module.FAMILY.architecture: module.FAMILY for module in modules}
+
+
+def load_shape(hf_dir: Path | str) -> ModelShape:
+    """The shape of the model in a HuggingFace folder.
+
+    Raises:
+        UserError: no such folder, no config.json, an unsupported architecture, or an unsupported value in it.
+    """
+    config = HfConfig.read(Path(hf_dir))
+    family = families().get(config.architecture)
+    if family is None:
+        supported = ", ".join(sorted(families()))
+        raise UserError(f"{config.path}: architecture {config.architecture!r} is not supported; these are: {supported}")
+    return family.read(config)
+
+
+def weight_map(shape: ModelShape) -> tuple[WeightRule, ...]:
+    """The rules of all parameters, in HF order. A tied output layer has none: it is the embedding."""
+    return tuple(families()[shape.architecture].rules(shape))

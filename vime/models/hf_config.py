@@ -1,0 +1,114 @@
+"""A config.json, read strictly: what is missing or unsupported is said by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from vime.errors import UserError
+from vime.models.shape import RopeScaling
+
+_MISSING = object()
+
+
+class HfConfig:
+    """The values of one config.json and the path to name in messages."""
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self.path = path
+        self.values = values
+
+    @classmethod
+    def read(cls, hf_dir: Path) -> HfConfig:
+        """Reads ``hf_dir/config.json``.
+
+        Raises:
+            UserError: there is no such folder, no config.json in it, or the file is not a JSON object.
+        """
+        path = hf_dir / "config.json"
+        if not hf_dir.is_dir():
+            raise UserError(
+                f"{hf_dir}: no such folder; a local HuggingFace model folder is needed (`hf download` makes one)"
+            )
+        if not path.is_file():
+            raise UserError(f"{hf_dir}: there is no config.json in it, so it is not a HuggingFace model folder")
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path}: not valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise UserError(f"{path}: must hold a JSON object, not {type(values).__name__}")
+        return cls(path, values)
+
+    @property
+    def architecture(self) -> str:
+        names = self.values.get("architectures") or []
+        if len(names) != 1:
+            raise UserError(f"{self.path}: 'architectures' must name exactly one architecture, not {names!r}")
+        return str(names[0])
+
+    def integer(self, key: str, default: Any = _MISSING) -> int:
+        """A positive integer. A key that is absent or null takes the default, and without one is an error."""
+        value = self._get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{self.path}: {key!r} must be a positive integer, not {value!r}")
+        return value
+
+    def number(self, key: str, default: Any = _MISSING) -> float:
+        """A positive number; absent keys as in ``integer``."""
+        value = self._get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise UserError(f"{self.path}: {key!r} must be a positive number, not {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        return bool(self._get(key, default))
+
+    def refuse_unless(self, key: str, allowed: Collection[Any], default: Any) -> None:
+        """Raises a UserError when the value of ``key`` is not among those which are implemented."""
+        value = self._get(key, default)
+        if value not in allowed:
+            supported = " or ".join(repr(item) for item in allowed)
+            raise UserError(f"{self.path}: {key}={value!r} is not supported, only {supported}")
+
+    def dtype(self) -> str:
+        """The dtype of the weights: ``dtype`` since transformers 5, ``torch_dtype`` before."""
+        return str(self._get("dtype", self._get("torch_dtype", "float32")))
+
+    def rotary(self) -> tuple[float, RopeScaling | None]:
+        """Base and scaling of the rotary positions.
+
+        transformers 5 writes both into ``rope_parameters``; before, they were ``rope_theta`` and ``rope_scaling``.
+        """
+        rope = HfConfig(self.path, self._get("rope_parameters", None) or self._get("rope_scaling", None) or {})
+        base = rope.number("rope_theta", self.values.get("rope_theta") or 10000.0)
+        kind = rope.values.get("rope_type") or rope.values.get("type") or "default"
+        if kind == "default":
+            return base, None
+        if kind != "llama3":
+            raise UserError(f"{self.path}: rope_type={kind!r} is not supported, only 'default' or 'llama3'")
+        return base, rope._llama3()
+
+    def _llama3(self) -> RopeScaling:
+        scaling = RopeScaling(
+            factor=self.number("factor"),
+            low_freq_factor=self.number("low_freq_factor"),
+            high_freq_factor=self.number("high_freq_factor"),
+            original_max_position_embeddings=self.integer("original_max_position_embeddings"),
+        )
+        if scaling != RopeScaling(factor=scaling.factor):
+            raise UserError(
+                f"{self.path}: llama3 rope scaling is only supported with low_freq_factor 1, high_freq_factor 4 and "
+                f"original_max_position_embeddings 8192, not {scaling}"
+            )
+        return scaling
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is not None:
+            return value
+        if default is _MISSING:
+            raise UserError(f"{self.path}: {key!r} is missing")
+        return default
