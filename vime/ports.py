@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from vime.types import Generation, Grade, RolloutBatch, Sample, SamplingParams, TrainBatch, TrainResult, WeightVersion
+from vime.types import Generation, Grade, RolloutBatch, Sample, SamplingParams, TrainResult, WeightVersion
 
 
 class Generator(Protocol):
@@ -56,7 +56,7 @@ class Rollouts(Protocol):
 class Trainer(Protocol):
     """All ranks of one model (actor or critic), as the training loop sees them."""
 
-    async def train(self, batches: Sequence[TrainBatch]) -> TrainResult: ...
+    async def train(self, batch: RolloutBatch) -> TrainResult: ...
 
 
 class WeightSync(Protocol):

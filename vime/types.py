@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from vime.errors import UserError
+
 Message: TypeAlias = dict[str, Any]
 """One chat message: ``role`` and ``content``, perhaps ``tool_calls`` and ``step_loss_mask``."""
 
@@ -22,7 +24,7 @@ WeightVersion: TypeAlias = int
 """0 before the first weight sync of a run; each sync makes the next one."""
 
 
-class InvalidSample(ValueError):
+class InvalidSample(UserError):
     """A Sample which breaks a rule that training relies on. The message names the sample and the rule."""
 
 

@@ -1,0 +1,83 @@
+"""From closed groups to the trainer's batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from vime.errors import UserError
+from vime.types import Group, GradeStatus, InvalidSample, RolloutBatch, Sample, TrainSample
+
+PostProcess = Callable[[list[Sample]], tuple[Sequence[float], Sequence[float]]]
+"""Samples → (raw rewards, rewards to train on), equally long."""
+
+
+def to_rollout_batch(rollout_id: int, groups: Sequence[Group], post_process: PostProcess) -> RolloutBatch:
+    """Validates and freezes the samples of one rollout, ordered by index.
+
+    A sample whose grader failed has no reward: it takes no part in its group's baseline and its mask is zero, but it
+    keeps its place in the batch and so in the denominator. The same holds for a sample with an empty response.
+
+    Raises:
+        UserError: not one sample has a reward.
+        InvalidSample: a sample breaks a rule that training relies on.
+    """
+    samples = sorted(itertools.chain.from_iterable(groups), key=_order)
+    graded = [sample for sample in samples if is_graded(sample)]
+    if not graded:
+        raise UserError(f"rollout {rollout_id}: no sample has a reward; the first: {_why_ungraded(samples)}")
+    rewards = dict(zip(map(_order, graded), zip(*_checked(post_process, graded), strict=True), strict=True))
+    return RolloutBatch(rollout_id=rollout_id, samples=tuple(_freeze(s, rewards.get(_order(s))) for s in samples))
+
+
+def is_graded(sample: Sample) -> bool:
+    """Whether the sample has a reward. A Grade that is an error is none."""
+    failed = sample.grade is not None and sample.grade.status is GradeStatus.ERROR
+    return sample.reward is not None and not failed
+
+
+def _order(sample: Sample) -> int:
+    if sample.index is None:
+        raise InvalidSample("a sample came back without its index; generate functions must keep it")
+    return sample.index
+
+
+def _why_ungraded(samples: Sequence[Sample]) -> str:
+    first = samples[0]
+    detail = first.grade.detail if first.grade is not None else "it was never graded; set --rm-type or --custom-rm-path"
+    return f"{first.name}: {detail}"
+
+
+def _checked(post_process: PostProcess, samples: list[Sample]) -> tuple[Sequence[float], Sequence[float]]:
+    raw, rewards = post_process(samples)
+    if not len(raw) == len(rewards) == len(samples):
+        raise UserError(
+            f"the reward post-processing returned {len(raw)} raw and {len(rewards)} processed rewards "
+            f"for {len(samples)} samples"
+        )
+    return raw, rewards
+
+
+def _freeze(sample: Sample, rewards: tuple[float, float] | None) -> TrainSample:
+    """``rewards``: (raw, processed), or None for a sample without one."""
+    empty = sample.response_length == 0
+    if empty:  # nothing was sampled, so the last prompt token stands in for the response, masked
+        sample.response_length, sample.loss_mask = 1, [0]
+        sample.rollout_log_probs, sample.weight_versions = None, []
+    sample.validate()
+    raw, reward = rewards if rewards is not None else (0.0, 0.0)
+    trained = rewards is not None and not sample.remove_sample
+    mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+    return TrainSample(
+        index=_order(sample),
+        group_index=sample.group_index if sample.group_index is not None else _order(sample),
+        tokens=tuple(sample.tokens),
+        response_length=sample.response_length,
+        loss_mask=tuple(mask) if trained else (0,) * sample.response_length,
+        rollout_log_probs=tuple(sample.rollout_log_probs) if sample.rollout_log_probs is not None else None,
+        weight_versions=tuple(sample.weight_versions),
+        raw_reward=raw,
+        reward=reward,
+        truncated=sample.truncated,
+        metadata=sample.train_metadata,
+    )

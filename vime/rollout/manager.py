@@ -1,0 +1,148 @@
+"""Generation, grading and evaluation of whole rollouts: what the training loop calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from vime.ports import DataSource, Recorder
+from vime.rollout.conversion import PostProcess, is_graded, to_rollout_batch
+from vime.rollout.sampling import SamplingLoop
+from vime.rollout.tasks import together
+from vime.types import Group, RolloutBatch, Sample, SamplingParams, derive_seed, mean
+
+Generate = Callable[[Sample, SamplingParams, bool], Awaitable[Sample]]
+"""(sample, how to sample, whether for evaluation) → the sample, filled."""
+
+CollectGroups = Callable[[int], Awaitable[list[Group]]]
+"""rollout_id → closed groups; what ``--rollout-function-path`` replaces."""
+
+RolloutMetrics = Callable[[Sequence[Group], float], dict[str, float]]
+"""(groups, seconds) → metrics."""
+
+
+class Rewarder(Protocol):
+    """Puts rewards on samples; a failure becomes a Grade with status ERROR, never an exception."""
+
+    @property
+    def by_group(self) -> bool: ...
+
+    async def reward(self, sample: Sample, *, evaluation: bool = False) -> None: ...
+
+    async def reward_group(self, samples: list[Sample], *, evaluation: bool = False) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSet:
+    """One named set of prompts and how to sample answers to them."""
+
+    name: str
+    groups: Callable[[], list[Group]]  # fresh samples each time
+    sampling: SamplingParams
+    score: Callable[[Sample], float]
+
+
+class Runner:
+    """Generates and grades groups, with bounded concurrency.
+
+    Args:
+        seed: the run's seed; each sample's own is derived from it and the sample's identity, so it depends neither on
+            the order of completion nor on the number of engines.
+        concurrency: how many samples may be generated at once; grading is not counted.
+    """
+
+    def __init__(self, generate: Generate, rewarder: Rewarder, *, seed: int, concurrency: int) -> None:
+        self._generate = generate
+        self._rewarder = rewarder
+        self._seed = seed
+        self._slots = asyncio.Semaphore(concurrency)
+
+    async def run(self, group: Group, rollout_id: int, sampling: SamplingParams, evaluation: str = "") -> Group:
+        """Fills every sample of the group. ``evaluation``: the name of the evaluation set, empty in training."""
+        done = await together(self._run_sample(s, rollout_id, sampling, evaluation) for s in group)
+        if self._rewarder.by_group:
+            await self._rewarder.reward_group(done, evaluation=bool(evaluation))
+        return done
+
+    async def _run_sample(self, sample: Sample, rollout_id: int, sampling: SamplingParams, evaluation: str) -> Sample:
+        sample.rollout_id = rollout_id
+        # the same evaluation prompt gets the same seed each time, so that curves differ by the weights alone
+        identity = (evaluation,) if evaluation else ("rollout", rollout_id)
+        seed = derive_seed(self._seed, *identity, str(sample.group_index), str(sample.index), sample.response_length)
+        async with self._slots:
+            done = await self._generate(sample, replace(sampling, seed=seed), bool(evaluation))
+        if not self._rewarder.by_group:
+            await self._rewarder.reward(done, evaluation=bool(evaluation))
+        return done
+
+
+class RolloutManager:
+    """Implements ``ports.Rollouts``.
+
+    Args:
+        collect: replaces the sampling loop if given.
+        sample_filter: called with the closed groups; marks samples by ``remove_sample``.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: DataSource,
+        runner: Runner,
+        batch_size: int,
+        sampling: SamplingParams,
+        post_process: PostProcess,
+        metrics: RolloutMetrics,
+        recorder: Recorder,
+        eval_sets: Sequence[EvalSet] = (),
+        collect: CollectGroups | None = None,
+        sample_filter: Callable[[list[Group]], None] | None = None,
+    ) -> None:
+        self._source = source
+        self._runner = runner
+        self._batch_size = batch_size
+        self._sampling = sampling
+        self._post_process = post_process
+        self._metrics = metrics
+        self._recorder = recorder
+        self._eval_sets = eval_sets
+        self._collect = collect or self._sample
+        self._sample_filter = sample_filter
+
+    async def generate(self, rollout_id: int) -> RolloutBatch:
+        """One rollout: sampled, graded, recorded, and turned into a batch."""
+        clock = asyncio.get_running_loop().time
+        begin = clock()
+        groups = await self._collect(rollout_id)
+        metrics = self._metrics(groups, clock() - begin)
+        if self._sample_filter is not None:
+            self._sample_filter(groups)
+        self._recorder.samples(rollout_id, [sample for group in groups for sample in group])
+        return replace(to_rollout_batch(rollout_id, groups, self._post_process), metrics=metrics)
+
+    async def _sample(self, rollout_id: int) -> list[Group]:
+        loop = SamplingLoop(self._source, lambda group: self._runner.run(group, rollout_id, self._sampling))
+        return await loop.collect(self._batch_size)
+
+    async def evaluate(self, rollout_id: int) -> dict[str, float]:
+        """All evaluation sets, one after the other, under the weights of now; metrics ``eval/NAME`` and the like."""
+        metrics: dict[str, float] = {}
+        for eval_set in self._eval_sets:
+            metrics |= await self._evaluate_set(rollout_id, eval_set)
+        return metrics
+
+    async def _evaluate_set(self, rollout_id: int, eval_set: EvalSet) -> dict[str, float]:
+        runs = (self._runner.run(g, rollout_id, eval_set.sampling, eval_set.name) for g in eval_set.groups())
+        samples = [sample for group in await together(runs) for sample in group]
+        self._recorder.samples(rollout_id, samples, name=f"eval_{eval_set.name}")
+        graded = [sample for sample in samples if is_graded(sample)]
+        prefix = f"eval/{eval_set.name}"
+        return {
+            prefix: mean([eval_set.score(sample) for sample in graded]),
+            f"{prefix}-truncated_ratio": mean([float(sample.truncated) for sample in samples]),
+            f"{prefix}-response_len": mean([float(sample.response_length) for sample in samples]),
+            f"{prefix}-graded": float(len(graded)),
+            f"{prefix}-errors": float(len(samples) - len(graded)),
+        }
