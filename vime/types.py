@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from vime.errors import UserError
 
@@ -36,6 +36,9 @@ class Status(enum.Enum):
     TRUNCATED = "truncated"  # it ran into the length limit
     ABORTED = "aborted"  # it was interrupted, what it had is kept
     FAILED = "failed"  # the engine or a hook failed; never trained on
+
+
+_Status: TypeAlias = Status  # within Sample, the name Status is the class attribute
 
 
 class GradeStatus(enum.Enum):
@@ -87,7 +90,7 @@ class Sample:
     loss_mask: list[int] | None = None  # [T] 1 = trained, 0 = not; None means all ones
     rollout_log_probs: list[float] | None = None  # [T] nats, as the engine computed them
     weight_versions: list[WeightVersion] = field(default_factory=list)  # [T]
-    status: Status = Status.PENDING
+    status: _Status = _Status.PENDING
     remove_sample: bool = False  # True: keeps its place in baseline and denominator, its mask becomes 0
     metadata: dict[str, Any] = field(default_factory=dict)
     train_metadata: dict[str, Any] | None = None
@@ -97,7 +100,7 @@ class Sample:
     custom_rm_path: str | None = None
     custom_generate_function_path: str | None = None
 
-    Status = Status  # the guide writes Sample.Status.COMPLETED
+    Status: ClassVar[type[_Status]] = _Status  # the guide writes Sample.Status.COMPLETED
 
     @property
     def truncated(self) -> bool:
@@ -115,7 +118,7 @@ class Sample:
     def aborted(self, value: bool) -> None:
         self._set_flag(Status.ABORTED, value)
 
-    def _set_flag(self, status: Status, value: bool) -> None:
+    def _set_flag(self, status: _Status, value: bool) -> None:
         if value:
             self.status = status
         elif self.status in (status, Status.PENDING):
@@ -158,10 +161,13 @@ class Sample:
             InvalidSample: a length, status or value is wrong.
         """
         if self.status not in (Status.COMPLETED, Status.TRUNCATED):
-            raise InvalidSample(f"{self.name}: status is {self.status.value}, only completed or truncated can be trained")
+            raise InvalidSample(
+                f"{self.name}: status is {self.status.value}, only completed or truncated can be trained"
+            )
         if not 0 < self.response_length <= len(self.tokens):
             raise InvalidSample(
-                f"{self.name}: response_length is {self.response_length}, it must be from 1 to the {len(self.tokens)} tokens"
+                f"{self.name}: response_length is {self.response_length}, "
+                f"it must be from 1 to the {len(self.tokens)} tokens"
             )
         for what, values in (
             ("loss_mask", self.loss_mask),
@@ -271,7 +277,7 @@ class TrainResult:
 
 
 def derive_seed(*identity: int | str) -> int:
-    """A seed in [0, 2^31) that depends on nothing but the identity it is for, e.g. (run seed, rollout, sample, turn)."""
+    """A seed in [0, 2^31) that depends on nothing but whom it is for, e.g. (run seed, rollout, sample, turn)."""
     digest = hashlib.sha256("\x1f".join(map(str, identity)).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 

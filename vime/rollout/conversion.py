@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from vime.errors import UserError
-from vime.types import Group, GradeStatus, InvalidSample, RolloutBatch, Sample, TrainSample
+from vime.types import GradeStatus, Group, InvalidSample, RolloutBatch, Sample, TrainSample
 
 PostProcess = Callable[[list[Sample]], tuple[Sequence[float], Sequence[float]]]
 """Samples → (raw rewards, rewards to train on), equally long."""

@@ -54,8 +54,8 @@ class SingleTurn:
         """How many tokens may still be sampled."""
         if sample.prompt_length >= self._max_context:
             raise UserError(
-                f"{sample.name}: its prompt has {sample.prompt_length} tokens, the context ends at {self._max_context}; "
-                "set --rollout-max-prompt-len to drop such prompts"
+                f"{sample.name}: its prompt has {sample.prompt_length} tokens, the context ends at "
+                f"{self._max_context}; set --rollout-max-prompt-len to drop such prompts"
             )
         return max(0, min(max_tokens - sample.response_length, self._max_context - len(sample.tokens)))
 

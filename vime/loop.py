@@ -1,0 +1,83 @@
+"""The synchronous training loop: generate, train, sync, and now and then save and evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from vime.ports import Checkpoints, Rollouts, Trainer, WeightSync
+from vime.types import RolloutBatch, TrainResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Which rollouts to run, and after which of them to save and to evaluate."""
+
+    start: int  # the first rollout to run; above 0 on a resumed run
+    stop: int  # the first rollout not to run
+    save_interval: int | None = None
+    saves_at_end: bool = False
+    eval_interval: int | None = None
+    evaluates_first: bool = False
+
+    def rollouts(self) -> Iterator[int]:
+        return iter(range(self.start, self.stop))
+
+    def saves_after(self, rollout_id: int) -> bool:
+        return self.saves_at_end and self._is_last(rollout_id) or _is_due(rollout_id, self.save_interval)
+
+    def evaluates_after(self, rollout_id: int) -> bool:
+        return self.eval_interval is not None and (self._is_last(rollout_id) or _is_due(rollout_id, self.eval_interval))
+
+    def _is_last(self, rollout_id: int) -> bool:
+        return rollout_id == self.stop - 1
+
+
+def _is_due(rollout_id: int, interval: int | None) -> bool:
+    return interval is not None and (rollout_id + 1) % interval == 0
+
+
+class Report(Protocol):
+    """Where the loop tells what it does: progress display, metrics, TensorBoard."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]: ...
+
+    def evaluated(self, rollout_id: int, metrics: dict[str, float]) -> None: ...
+
+    def trained(self, batch: RolloutBatch, result: TrainResult) -> None: ...
+
+
+async def train(
+    schedule: Schedule,
+    rollouts: Rollouts,
+    actor: Trainer,
+    weights: WeightSync,
+    checkpoints: Checkpoints,
+    report: Report,
+) -> None:
+    """Runs the schedule. The engines serve the newest weights before anything is sampled.
+
+    A checkpoint of rollout k holds the weights after training on it, so a resumed run starts at k + 1 with a sync.
+    """
+    with report.phase("sync"):
+        await weights.sync()
+    if schedule.evaluates_first:
+        with report.phase("evaluate"):
+            report.evaluated(schedule.start, await rollouts.evaluate(schedule.start))
+
+    for rollout_id in schedule.rollouts():
+        with report.phase("generate"):
+            batch = await rollouts.generate(rollout_id)
+        with report.phase("train"):
+            result = await actor.train(batch)
+        with report.phase("sync"):
+            await weights.sync()
+        report.trained(batch, result)
+        if schedule.saves_after(rollout_id):
+            with report.phase("save"):
+                await checkpoints.save(rollout_id)
+        if schedule.evaluates_after(rollout_id):
+            with report.phase("evaluate"):
+                report.evaluated(rollout_id + 1, await rollouts.evaluate(rollout_id + 1))
