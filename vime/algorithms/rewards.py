@@ -1,0 +1,101 @@
+"""From raw rewards to group-relative rewards, in float64 and by group id.
+
+The group of a sample is what its id says, never its position: groups may be uneven, interleaved or alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+from numbers import Real
+
+__all__ = ["EQUAL_STD", "group_normalize", "has_signal", "zero_std_counts"]
+
+STD_EPSILON = 1e-6
+"""Added to the standard deviation before the division."""
+
+EQUAL_STD = 1e-6
+"""Rewards whose standard deviation is not above this are taken as equal: what is left is rounding, which a division
+by a tiny deviation would blow up to advantages of ordinary size."""
+
+
+def group_normalize(rewards: Sequence[float], group_ids: Sequence[Hashable], *, std: bool = True) -> list[float]:
+    """Rewards relative to their group: ``R - mean``, with ``std`` divided by ``std(R) + 1e-6``.
+
+    Group-relative advantages of GRPO (https://arxiv.org/abs/2402.03300, section 4.1.2); without the division those of
+    Dr.GRPO (https://arxiv.org/abs/2503.20783). The deviation is the one of a sample (n - 1). A group whose
+    rewards are all equal, a group of one among them, becomes exactly 0.
+
+    Args:
+        rewards: one finite number a sample.
+        group_ids: the group of each sample, in any order.
+        std: whether to divide by the deviation of the group.
+
+    Returns:
+        One float a sample, in the order of ``rewards``.
+
+    Raises:
+        ValueError: a reward is not a finite number (the message names its position), or the lengths differ.
+    """
+    normalized = [0.0] * len(rewards)
+    for positions in _groups(rewards, group_ids).values():
+        centred = _centred([rewards[position] for position in positions])
+        deviation = _deviation(centred)
+        if deviation <= EQUAL_STD:
+            continue
+        scale = deviation + STD_EPSILON if std else 1.0
+        for position, value in zip(positions, centred, strict=True):
+            normalized[position] = value / scale
+    return normalized
+
+
+def has_signal(rewards: Sequence[float]) -> bool:
+    """Whether the rewards of one group differ, so that group-relative advantages are not all 0."""
+    _check_finite(rewards)
+    return _deviation(_centred(rewards)) > EQUAL_STD
+
+
+def zero_std_counts(rewards: Sequence[float], group_ids: Sequence[Hashable]) -> dict[str, int]:
+    """How many groups have no signal, by the reward that all their samples got.
+
+    Args and errors as in ``group_normalize``.
+
+    Returns:
+        Rewards with one decimal, so that graded rewards do not make a name each (``{"0.0": 5, "1.0": 2}``).
+    """
+    groups = ([rewards[position] for position in positions] for positions in _groups(rewards, group_ids).values())
+    return dict(Counter(_one_decimal(group[0]) for group in groups if _deviation(_centred(group)) <= EQUAL_STD))
+
+
+def _groups(rewards: Sequence[float], group_ids: Sequence[Hashable]) -> dict[Hashable, list[int]]:
+    """The positions of the samples of each group, both in the order in which they come."""
+    if len(rewards) != len(group_ids):
+        raise ValueError(f"{len(rewards)} rewards do not match {len(group_ids)} group ids")
+    _check_finite(rewards)
+    groups: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for position, group_id in enumerate(group_ids):
+        groups[group_id].append(position)
+    return groups
+
+
+def _check_finite(rewards: Sequence[object]) -> None:
+    for position, reward in enumerate(rewards):
+        if not (isinstance(reward, Real) and math.isfinite(reward)):
+            raise ValueError(f"the reward at position {position} must be a finite number, not {reward!r}")
+
+
+def _centred(values: Sequence[float]) -> list[float]:
+    """Each value less the mean. Shifted by the first value beforehand, so that equal values give exactly 0."""
+    shifted = [float(value) - float(values[0]) for value in values]
+    mean = math.fsum(shifted) / len(shifted)
+    return [value - mean for value in shifted]
+
+
+def _deviation(centred: Sequence[float]) -> float:
+    """The standard deviation of a sample (n - 1); 0 of a single value."""
+    return math.sqrt(math.fsum(value * value for value in centred) / max(len(centred) - 1, 1))
+
+
+def _one_decimal(value: float) -> str:
+    return f"{round(float(value), 1) + 0.0:.1f}"  # + 0.0: no "-0.0"
