@@ -1,0 +1,71 @@
+"""Every flag that exists: ours, those passed through to others, and those not implemented yet."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vime.config.config import OWN_FLAGS
+from vime.config.kinds import STR, Kind, Words
+from vime.config.unimplemented import UNIMPLEMENTED
+from vime.errors import UserError
+
+Store = Literal["vime", "megatron", "vllm", "router", "config"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a flag sets. Several flags may set the same key: --colocate and --no-colocate."""
+
+    store: Store
+    key: str  # within its store
+    kind: Kind
+    present: Any = True  # for a switch: the value that its presence means
+
+    @property
+    def attribute(self) -> str:
+        """The name in ``args`` and in the table of origins."""
+        return f"{self.store}_{self.key}" if self.store in ("vllm", "router") else self.key
+
+
+CONFIG_FILE = Target(store="config", key="config", kind=STR)
+
+
+@functools.cache
+def own_targets() -> dict[str, Target]:
+    """Our flags by kebab name; a switch also has its negation, unless another flag has that name."""
+    targets = {"config": CONFIG_FILE}
+    for name, flag in OWN_FLAGS.items():
+        kebab = name.replace("_", "-")
+        targets[kebab] = Target(store="vime", key=name, kind=flag.kind)
+        if flag.kind.words is Words.NONE:
+            negation = kebab.removeprefix("no-") if kebab.startswith("no-") else f"no-{kebab}"
+            targets.setdefault(negation, Target(store="vime", key=name, kind=flag.kind, present=False))
+    return targets
+
+
+def lookup(name: str) -> Target:
+    """The target of a flag, by its kebab name without dashes in front.
+
+    Raises:
+        UserError: the flag is unknown (with the nearest name), not implemented yet, or decided by another flag.
+    """
+    if name in own_targets():
+        return own_targets()[name]
+    if name in UNIMPLEMENTED or name.removeprefix("no-") in UNIMPLEMENTED:
+        raise UserError(f"--{name} is a flag of vime, but this version does not implement it yet")
+    raise UserError(f"unknown flag --{name}{suggestion(name)}")
+
+
+def suggestion(name: str) -> str:
+    """ "; did you mean --x?" or nothing."""
+    near = difflib.get_close_matches(name, all_names(), n=1, cutoff=0.75)
+    return f"; did you mean --{near[0]}?" if near else ""
+
+
+@functools.cache
+def all_names() -> tuple[str, ...]:
+    """Every name that ``lookup`` knows, ours first."""
+    return (*own_targets(), *sorted(UNIMPLEMENTED))

@@ -1,0 +1,106 @@
+"""Values that follow from others. A value that was given is never overwritten, except where the guide says so:
+``--colocate`` fixes the number of rollout slots, with one warning."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+Values = dict[str, Any]
+Derived = tuple[Any, str] | None
+"""A value and what it was derived from, or nothing where a rule will complain instead."""
+
+
+def _samples(values: Values) -> int | None:
+    prompts, n = values["rollout_batch_size"], values["n_samples_per_prompt"]
+    return None if prompts is None or n is None else prompts * n
+
+
+def _steps(values: Values) -> Derived:
+    samples, size = _samples(values), values["global_batch_size"]
+    if size is None:
+        return 1, "one step a rollout"
+    if samples is None or size < 1 or samples % size:
+        return None
+    return samples // size, "rollout-batch-size x n-samples-per-prompt / global-batch-size"
+
+
+def _global_batch_size(values: Values) -> Derived:
+    samples, steps = _samples(values), values["num_steps_per_rollout"]
+    if samples is None or not steps or steps < 1 or samples % steps:
+        return None
+    return samples // steps, "rollout-batch-size x n-samples-per-prompt / num-steps-per-rollout"
+
+
+def _rollout_num_gpus(values: Values) -> Derived:
+    slots = values["actor_num_nodes"] * values["actor_num_gpus_per_node"]
+    if values["colocate"]:
+        return slots, "colocate shares the training slots"
+    return (0, "debug-train-only has no engines") if values["debug_train_only"] else None
+
+
+def _run_dir(values: Values) -> Derived:
+    if values["save"] is not None:
+        return os.path.join(values["save"], "run"), "save"
+    return os.path.join("runs", time.strftime("%Y%m%d-%H%M%S")), "the time of the start"
+
+
+def _rm_workers(values: Values) -> Derived:
+    return max(1, min(8, (os.cpu_count() or 2) // 2)), "half of the cores, 1 to 8"
+
+
+def _like(source: str) -> Callable[[Values], Derived]:
+    return lambda values: (values[source], source.replace("_", "-"))
+
+
+DERIVATIONS: dict[str, Callable[[Values], Derived]] = {
+    "debug_train_only": lambda v: (v["load_debug_rollout_data"] is not None, "load-debug-rollout-data"),
+    "rollout_num_gpus": _rollout_num_gpus,
+    "num_steps_per_rollout": _steps,
+    "global_batch_size": _global_batch_size,
+    "log_probs_max_tokens_per_gpu": _like("max_tokens_per_gpu"),
+    "eps_clip_high": _like("eps_clip"),
+    "disable_grpo_std_normalization": lambda v: (v["n_samples_per_prompt"] == 1, "n-samples-per-prompt"),
+    "expert_tensor_parallel_size": _like("tensor_model_parallel_size"),
+    "bf16": lambda v: (not (v["fp16"] or v["fp32"]), "fp16 and fp32"),
+    "eval_reward_key": _like("reward_key"),
+    "rm_workers": _rm_workers,
+    "eval_max_response_len": _like("rollout_max_response_len"),
+    "eval_temperature": _like("rollout_temperature"),
+    "eval_top_p": _like("rollout_top_p"),
+    "eval_top_k": _like("rollout_top_k"),
+    "eval_max_prompt_len": _like("rollout_max_prompt_len"),
+    "eval_max_context_len": _like("rollout_max_context_len"),
+    "eval_input_key": _like("input_key"),
+    "eval_label_key": _like("label_key"),
+    "run_dir": _run_dir,
+    "tensorboard_dir": lambda v: (os.path.join(v["run_dir"], "tensorboard"), "run-dir"),
+    "eval_function_path": _like("rollout_function_path"),
+}
+"""By attribute, in an order in which each finds its sources ready."""
+
+
+def derive(values: Values, origins: dict[str, str]) -> list[str]:
+    """Fills ``values`` and ``origins`` in place; returns warnings."""
+    warnings = list(_ignored_rollout_slots(values, origins))
+    for name, rule in DERIVATIONS.items():
+        if name in origins:
+            continue
+        result = rule(values)
+        if result is not None:
+            values[name] = result[0]
+            origins[name] = f"derived: {result[1]}"
+    return warnings
+
+
+def _ignored_rollout_slots(values: Values, origins: dict[str, str]) -> list[str]:
+    given = values["rollout_num_gpus"]
+    slots = values["actor_num_nodes"] * values["actor_num_gpus_per_node"]
+    if not values["colocate"] or "rollout_num_gpus" not in origins:
+        return []
+    del origins["rollout_num_gpus"]
+    if given == slots:
+        return []
+    return [f"--rollout-num-gpus {given} is ignored under --colocate: the engines use the {slots} training slots"]

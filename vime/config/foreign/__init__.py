@@ -1,0 +1,1 @@
+"""Flags of Megatron, vLLM and its router, from committed manifests."""

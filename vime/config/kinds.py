@@ -1,0 +1,141 @@
+"""Kinds of flag values: how many words a flag takes, and how a word or a YAML value becomes a Python value.
+
+A converter gets what was written (a word of the command line, or whatever YAML read) and raises ``ValueError`` when
+that is not what the kind expects. Words and YAML values go through the same converter: YAML reads ``1e-6`` as a string,
+and it must mean the same as on the command line.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+Converter = Callable[[Any], Any]
+
+
+class Words(enum.Enum):
+    """How many words follow the flag."""
+
+    NONE = "none"  # a switch: --colocate, --no-colocate
+    ONE = "one"
+    MANY = "many"  # up to the next flag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What a flag takes."""
+
+    expected: str  # completes "expects …"
+    words: Words = Words.ONE
+    convert: Converter
+    appends: bool = False  # a repeated flag adds to the earlier ones; else the last one wins
+    optional: bool = False  # YAML's null is allowed
+
+
+def to_bool(raw: Any) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    words = {"true": True, "false": False}
+    if isinstance(raw, str) and raw.lower() in words:
+        return words[raw.lower()]
+    raise ValueError(raw)
+
+
+def to_int(raw: Any) -> int:
+    if isinstance(raw, bool) or not isinstance(raw, int | str):
+        raise ValueError(raw)
+    return int(raw)
+
+
+def to_float(raw: Any) -> float:
+    if isinstance(raw, bool) or not isinstance(raw, int | float | str):
+        raise ValueError(raw)
+    value = float(raw)
+    if value != value:
+        raise ValueError(raw)
+    return value
+
+
+def to_str(raw: Any) -> str:
+    if isinstance(raw, bool) or not isinstance(raw, str | int | float):
+        raise ValueError(raw)
+    return str(raw)
+
+
+def to_json(raw: Any) -> Any:
+    """An object or list; in YAML it may stand as it is."""
+    value = json.loads(raw) if isinstance(raw, str) else raw
+    if not isinstance(value, dict | list):
+        raise ValueError(raw)
+    return value
+
+
+def to_json_object(raw: Any) -> dict[str, Any]:
+    value = to_json(raw)
+    if not isinstance(value, dict):
+        raise ValueError(raw)
+    return value
+
+
+def to_pairs(raw: Any) -> tuple[tuple[str, str], ...]:
+    """``n1 p1 n2 p2``; from YAML also a mapping, or a list of [name, path]."""
+    if isinstance(raw, Mapping):
+        return tuple((to_str(name), to_str(path)) for name, path in raw.items())
+    items: list[Any] = raw.split() if isinstance(raw, str) else list(raw)
+    if items and all(isinstance(item, list) and len(item) == 2 for item in items):
+        return tuple((to_str(pair[0]), to_str(pair[1])) for pair in items)
+    if len(items) % 2:
+        raise ValueError(raw)
+    words = [to_str(item) for item in items]
+    return tuple(zip(words[::2], words[1::2], strict=True))
+
+
+def list_of(item: Kind) -> Kind:
+    def convert(raw: Any) -> tuple[Any, ...]:
+        items = raw if isinstance(raw, list | tuple) else [raw]
+        return tuple(item.convert(each) for each in items)
+
+    return Kind(expected=f"one or more values, each {item.expected}", words=Words.MANY, convert=convert)
+
+
+def choice(choices: tuple[Any, ...]) -> Kind:
+    def convert(raw: Any) -> Any:
+        for known in choices:
+            if str(raw) == str(known):
+                return known
+        raise ValueError(raw)
+
+    return Kind(expected="one of " + ", ".join(map(str, choices)), convert=convert)
+
+
+SWITCH = Kind(expected="true or false", words=Words.NONE, convert=to_bool)
+INT = Kind(expected="a whole number", convert=to_int)
+FLOAT = Kind(expected="a number", convert=to_float)
+STR = Kind(expected="a text", convert=to_str)
+JSON = Kind(expected="JSON, an object or a list, e.g. '{\"key\": 1}'", convert=to_json)
+JSON_OBJECT = Kind(expected="a JSON object, e.g. '{\"key\": 1}'", convert=to_json_object)
+PAIRS = Kind(expected="pairs of a name and a path", words=Words.MANY, convert=to_pairs, appends=True)
+
+_SIMPLE: dict[Any, Kind] = {bool: SWITCH, int: INT, float: FLOAT, str: STR}
+
+
+def kind_of(hint: Any, choices: tuple[str, ...] = ()) -> Kind:
+    """The kind for an annotation such as ``int | None``, ``Literal["k1", "k2"]`` or ``tuple[str, ...]``."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        inner = [each for each in typing.get_args(hint) if each is not type(None)]
+        assert len(inner) == 1, f"a flag has one type, not {hint}"
+        return replace(kind_of(inner[0], choices), optional=True)
+    if choices:
+        return choice(choices)
+    if typing.get_origin(hint) is Literal:
+        return choice(typing.get_args(hint))
+    if hint == tuple[tuple[str, str], ...]:
+        return PAIRS
+    if typing.get_origin(hint) is tuple:
+        return list_of(_SIMPLE[typing.get_args(hint)[0]])
+    return JSON_OBJECT if typing.get_origin(hint) is Mapping else _SIMPLE[hint]

@@ -1,0 +1,92 @@
+"""argv → Config."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vime.config.config import OWN_FLAGS, Config, FrozenMap
+from vime.config.derive import derive
+from vime.config.reading import Draft, read, yaml_entries
+from vime.config.rules import RULES, WARNINGS, Rule
+from vime.config.sections import SECTIONS
+from vime.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """A configuration together with all that is wrong and doubtful about it."""
+
+    config: Config  # where something is wrong, its value may be None or the default
+    violations: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def resolve(argv: Sequence[str]) -> Resolution:
+    """Reads, derives and checks. Never raises for what a user wrote."""
+    draft = read(argv)
+    values: dict[str, Any] = {name: flag.default for name, flag in OWN_FLAGS.items()} | draft.store("vime")
+    warnings = derive(values, draft.origins)
+    custom = _custom(values["custom_config_path"], draft.errors)
+    config = _build(values, draft, custom)
+    return Resolution(
+        config=config,
+        violations=(*draft.errors, *_messages(RULES, config, draft)),
+        warnings=(*warnings, *_messages(WARNINGS, config, draft)),
+    )
+
+
+def parse_config(argv: Sequence[str]) -> Config:
+    """The configuration of a command line.
+
+    Raises:
+        UserError: something is wrong; one line for each mistake.
+    """
+    resolution = resolve(argv)
+    if resolution.violations:
+        raise UserError("\n".join(resolution.violations))
+    return resolution.config
+
+
+def parse_or_exit(argv: Sequence[str]) -> Config:
+    """For programs: prints warnings and mistakes to stderr, one a line, and exits with 1 if there are mistakes."""
+    resolution = resolve(argv)
+    for warning in resolution.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    for violation in resolution.violations:
+        print(f"error: {violation}", file=sys.stderr)
+    if resolution.violations:
+        raise SystemExit(1)
+    return resolution.config
+
+
+def _build(values: dict[str, Any], draft: Draft, custom: dict[str, Any]) -> Config:
+    parts: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for name, flag in OWN_FLAGS.items():
+        parts[flag.section][name] = values[name]
+    origins = dict.fromkeys(OWN_FLAGS, "default") | draft.origins
+    return Config(
+        **{section: SECTIONS[section](**part) for section, part in parts.items()},
+        megatron=FrozenMap(draft.store("megatron")),
+        vllm=FrozenMap(draft.store("vllm")),
+        router=FrozenMap(draft.store("router")),
+        custom=FrozenMap(custom),
+        origins=FrozenMap(origins),
+    )
+
+
+def _custom(path: str | None, errors: list[str]) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return {key.replace("-", "_"): value for key, value, _ in yaml_entries(path)}
+    except UserError as error:
+        errors.append(str(error))
+        return {}
+
+
+def _messages(rules: Iterable[Rule], config: Config, draft: Draft) -> list[str]:
+    found = [violation for rule in rules for violation in rule(config)]
+    return [violation.message for violation in found if not draft.broken & set(violation.about)]

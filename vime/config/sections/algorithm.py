@@ -1,0 +1,35 @@
+"""Advantages and the policy loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vime.config.flags import derived, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """Which estimator, and the terms of the loss."""
+
+    advantage_estimator: Literal["grpo"] = flag("grpo", help="How rewards become advantages.")
+    eps_clip: float = flag(0.2, help="The probability ratio is clipped from below at 1 - this.")
+    eps_clip_high: float = derived("eps-clip", help="The probability ratio is clipped from above at 1 + this.")
+    eps_clip_c: float | None = flag(None, help="Dual clip: the loss of a negative advantage stops at this ratio (> 1).")
+    use_kl_loss: bool = flag(False, help="Compute the KL divergence to the reference model (one more forward pass).")
+    kl_loss_coef: float = flag(0.0, help="Weight of the KL divergence in the loss; 0 only reports it.")
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
+        "k1", help="KL estimator. k1 can be negative; low_var_kl is k3 limited to 10."
+    )
+    kl_coef: float = flag(0.0, help="Weight of the KL divergence in the reward.")
+    entropy_coef: float = flag(0.0, help="Weight of the entropy bonus.")
+    normalize_advantages: bool = flag(False, help="Whiten advantages over all tokens of the step.")
+    disable_grpo_std_normalization: bool = derived(
+        "only when n-samples-per-prompt is 1", help="Do not divide by the standard deviation of a group."
+    )
+    disable_rewards_normalization: bool = flag(False, help="Use rewards as they are, without a group baseline.")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference model must be loaded and run."""
+        return self.use_kl_loss or self.kl_loss_coef != 0 or self.kl_coef != 0

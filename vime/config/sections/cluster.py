@@ -1,0 +1,35 @@
+"""Which processes run where. A slot is a GPU where Ray has any, else one CPU process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vime.config.flags import derived, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Slots for training and for the engines."""
+
+    actor_num_nodes: int = flag(1, help="Training nodes.")
+    actor_num_gpus_per_node: int = flag(8, help="Training slots of each node; the training world has nodes x this.")
+    rollout_num_gpus: int = derived(
+        "the training slots under colocate, else required",
+        help="Slots of all engines together; a multiple of --rollout-num-gpus-per-engine. Ignored under --colocate.",
+    )
+    rollout_num_gpus_per_engine: int = flag(1, help="Slots of one engine, which is its tensor-parallel size.")
+    num_gpus_per_node: int = flag(8, help="Slots that one node has.")
+    colocate: bool = flag(False, help="Trainer and engines take turns on the same slots.")
+    train_backend: Literal["megatron"] = flag("megatron", help="The training backend.")
+    distributed_timeout_minutes: int = flag(10, help="Deadline of one collective operation between training ranks.")
+    train_env_vars: Mapping[str, Any] = flag({}, help="Environment variables of the training processes, as JSON.")
+
+    @property
+    def train_world_size(self) -> int:
+        return self.actor_num_nodes * self.actor_num_gpus_per_node
+
+    @property
+    def num_engines(self) -> int:
+        return self.rollout_num_gpus // self.rollout_num_gpus_per_engine

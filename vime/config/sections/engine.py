@@ -1,0 +1,23 @@
+"""The engines and the router in front of them. Everything of vLLM itself is --vllm-*, of the router --router-*."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vime.config.flags import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """Addresses, deadlines and limits. Every wait has a deadline."""
+
+    vllm_router_ip: str | None = flag(None, help="Address of a router that runs already; one is started otherwise.")
+    vllm_router_port: int | None = flag(None, help="Port of the router; a free one otherwise.")
+    vllm_server_concurrency: int = flag(512, help="Most requests in flight for each engine.")
+    request_timeout_s: float = flag(1800.0, help="Deadline of one generation request, in seconds.")
+    engine_start_timeout_s: float = flag(600.0, help="Deadline of the start of an engine, in seconds.")
+    weight_sync_timeout_s: float = flag(600.0, help="Deadline of one weight sync, in seconds.")
+    weight_probe_interval: int = flag(
+        10, help="Check that the weights arrived after the first sync and every so many; 0: after the first only."
+    )
+    update_weight_buffer_size: int = flag(512 << 20, help="Bytes that a weight sync moves at a time.")

@@ -1,0 +1,22 @@
+"""Custom functions, each as package.module:function (package.module.function works too)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vime.config.flags import derived, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What each is called with stands in ``vime.plugins.CONTRACTS``; all are resolved before anything starts."""
+
+    custom_rm_path: str | None = flag(None, help="Grades a sample, or a whole group with --group-rm.")
+    custom_generate_function_path: str | None = flag(None, help="Generates one sample: tools, several turns, agents.")
+    custom_reward_post_process_path: str | None = flag(None, help="Turns rewards into what advantages are made from.")
+    rollout_function_path: str | None = flag(None, help="Replaces the whole generation of a rollout.")
+    eval_function_path: str | None = derived("rollout-function-path", help="Replaces the whole evaluation.")
+    data_source_path: str | None = flag(None, help="Class that prompts come from, instead of --prompt-data.")
+    rollout_sample_filter_path: str | None = flag(None, help="Marks samples of a finished rollout as not trained on.")
+    custom_rollout_log_function_path: str | None = flag(None, help="Logs a rollout; a true result replaces our log.")
+    custom_eval_rollout_log_function_path: str | None = flag(None, help="Logs an evaluation, in the same way.")

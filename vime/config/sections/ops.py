@@ -1,0 +1,36 @@
+"""Running and watching."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vime.config.flags import derived, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ops:
+    """Where a run writes, who watches, and what to leave out for debugging."""
+
+    run_dir: str = derived("--save/run, else runs/DATE-TIME", help="Folder for metrics, logs and the resolved config.")
+    tensorboard_dir: str = derived("run-dir/tensorboard", help="Folder for TensorBoard's event files.")
+    use_wandb: bool = flag(False, help="Also report to Weights & Biases.")
+    wandb_project: str | None = flag(None, help="Weights & Biases project.")
+    wandb_group: str | None = flag(None, help="Weights & Biases group.")
+    wandb_key: str | None = flag(
+        None, help="Weights & Biases key; the environment's WANDB_API_KEY is safer.", secret=True
+    )
+    wandb_mode: Literal["online", "offline", "disabled"] | None = flag(None, help="Weights & Biases mode.")
+    wandb_dir: str | None = flag(None, help="Folder for Weights & Biases' own files.")
+    wandb_host: str | None = flag(None, help="Address of a Weights & Biases server.")
+    wandb_team: str | None = flag(None, help="Weights & Biases team.")
+    wandb_run_id: str | None = flag(None, help="Weights & Biases run to continue.")
+    debug_rollout_only: bool = flag(False, help="Only generate; no training processes.")
+    debug_train_only: bool = derived(
+        "only with load-debug-rollout-data", help="Only train, on --load-debug-rollout-data; no engines."
+    )
+    save_debug_rollout_data: str | None = flag(
+        None, help="File for each rollout's samples; {rollout_id} is its number."
+    )
+    load_debug_rollout_data: str | None = flag(None, help="Train on samples saved before. Implies --debug-train-only.")
+    custom_config_path: str | None = flag(None, help="YAML whose entries are added to the args of custom functions.")

@@ -1,0 +1,25 @@
+"""How answers are graded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vime.config.flags import derived, flag
+
+BUILT_IN = ("math", "deepscaler", "dapo", "last_number", "remote_rm")
+"""Graders of this version; see ``vime.rewards``. The prefix boxed_ takes the content of the last box first."""
+
+RM_TYPES = (*BUILT_IN, *(f"boxed_{name}" for name in BUILT_IN))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """Graders run in processes that can be killed; a deadline that passed is an error, never a 0."""
+
+    rm_type: str | None = flag(None, choices=RM_TYPES, help="The grader. A boxed_ prefix grades the last box only.")
+    rm_url: str | None = flag(None, help="Address of the reward service of remote_rm.")
+    reward_key: str | None = flag(None, help="Which value of a dict reward is trained on.")
+    eval_reward_key: str | None = derived("reward-key", help="Which value of a dict reward is reported by evaluations.")
+    group_rm: bool = flag(False, help="Grade a whole group at once: --custom-rm-path gets the list of its samples.")
+    rm_timeout_s: float = flag(10.0, help="Deadline of grading one answer, in seconds.")
+    rm_workers: int = derived("half of the cores, 1 to 8", help="Processes that grade answers.")

@@ -1,0 +1,36 @@
+"""Flags of vime that this version does not implement yet. Each is refused by name, never accepted silently."""
+
+from __future__ import annotations
+
+_BY_TOPIC = {
+    "memory": "offload offload-train offload-rollout recompute-loss-function log-probs-chunk-size qkv-format "
+    "balance-by-flops data-pad-size-multiplier async-save release-train",
+    "critic": "critic-num-nodes critic-num-gpus-per-node critic-load critic-save critic-lr num-critic-only-steps "
+    "megatron-config-path value-clip gamma lambd",
+    "data": "multimodal-keys disable-rollout-global-dataset loss-mask-type loss-type",
+    "sampling": "over-sampling-batch-size dynamic-sampling-filter-path partial-rollout "
+    "mask-offpolicy-in-partial-rollout buffer-filter-path rollout-all-samples-process-path rollout-sample-hook "
+    "update-weights-interval eval-config",
+    "algorithms": "use-unbiased-kl disable-compute-advantages-and-returns use-tis tis-clip tis-clip-low "
+    "custom-tis-function-path get-mismatch-metrics use-rollout-logprobs use-rollout-entropy use-opsm opsm-delta "
+    "keep-old-actor ref-update-interval use-opd opd-type opd-kl-coef opd-teacher-load custom-loss-function-path "
+    "custom-advantage-function-path custom-pg-loss-reducer-function-path reset-optimizer-states pg-loss-type",
+    "mixture of experts": "use-routing-replay use-rollout-routing-replay",
+    "training hooks": "custom-convert-samples-to-train-data-path custom-megatron-init-path rollout-data-postprocess-path "
+    "custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path "
+    "custom-model-provider-path model-name only-train-params-name-list freeze-params-name-list",
+    "engines": "vllm-config vllm-enable-deterministic-inference vllm-weight-sync-packed prefill-num-servers "
+    "rollout-external-engine-addrs use-fault-tolerance rollout-health-check-first-wait rollout-health-check-interval "
+    "rollout-health-check-timeout",
+    "watching": "load-debug-rollout-data-subsample save-debug-train-data dump-details check-weight-update-equal "
+    "profile-target memory-recorder wandb-always-use-train-step log-passrate log-multi-turn log-reward-category "
+    "log-correct-samples http-proxy",
+    "weight updates": "update-weight-mode update-weight-transport update-weight-disk-dir update-weight-disk-keep-files "
+    "update-weight-delta-encoding update-weight-delta-checksum update-weight-delta-local-checkpoint-dir "
+    "custom-update-weight-post-write-path",
+    "draft models": "mtp-num-layers enable-mtp-training mtp-loss-scaling-factor",
+    "pipelines": "num-layers-per-virtual-pipeline-stage virtual-pipeline-model-parallel-size",
+}
+
+UNIMPLEMENTED = frozenset(name for names in _BY_TOPIC.values() for name in names.split())
+"""Names without the leading dashes; no pattern, so that a misspelt one still meets the nearest-name search."""
