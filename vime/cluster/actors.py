@@ -1,0 +1,85 @@
+"""The Ray actors: thin shells around plain classes, which know nothing of Ray."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vime.config import Config
+from vime.types import TrainBatch, TrainResult
+
+if TYPE_CHECKING:
+    from vime.training.worker import Export, StartInfo
+
+
+class TrainActor:
+    """One Megatron rank."""
+
+    def __init__(self, config: Config, rank: int, world_size: int, threads: int) -> None:
+        self._config, self._rank, self._world_size, self._threads = config, rank, world_size, threads
+
+    def address(self) -> tuple[str, int]:
+        """An address of this node and a free port there, for the ranks to meet."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def start(self, master_addr: str, master_port: int) -> StartInfo:
+        from vime.training.worker import TrainWorker
+
+        self._worker = TrainWorker(
+            self._config,
+            rank=self._rank,
+            world_size=self._world_size,
+            master_addr=master_addr,
+            master_port=master_port,
+            threads=self._threads,
+        )
+        return self._worker.start()
+
+    def train(self, batch: TrainBatch) -> TrainResult:
+        return self._worker.train(batch)
+
+    def export_weights(self) -> Export | None:
+        return self._worker.export_weights()
+
+    def log_probs_of(self, token_ids: list[int], prompt_length: int) -> list[float]:
+        return self._worker.log_probs_of(token_ids, prompt_length)
+
+    def save(self, directory: Path, rollout_id: int) -> None:
+        self._worker.save(directory, rollout_id)
+
+    def save_hf(self, directory: Path) -> None:
+        self._worker.save_hf(directory)
+
+    def stop(self) -> None:
+        self._worker.stop()
+
+
+class EngineActor:
+    """One vLLM server process, on the node where this actor runs; it ends with the actor."""
+
+    def __init__(self, config: Config, index: int, threads: int, log_dir: Path) -> None:
+        from vime.serving.engine import EngineServer
+
+        self._server = EngineServer.from_config(config, index=index, threads=threads, log_dir=log_dir)
+
+    def start(self) -> str:
+        """Returns the server's URL once it is healthy."""
+        return self._server.start()
+
+    def failure(self) -> str | None:
+        """Why the server is gone, or None while it runs."""
+        return self._server.failure()
+
+    def stop(self) -> None:
+        self._server.stop()
+
+
+def environment(threads: int, extra: dict[str, Any] | None = None) -> dict[str, str]:
+    """The environment of an actor. Ray sets one compute thread unless told otherwise."""
+    variables = {"OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": 1, "TOKENIZERS_PARALLELISM": "false", **(extra or {})}
+    return {name: str(value) for name, value in variables.items()}

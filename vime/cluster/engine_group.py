@@ -1,0 +1,52 @@
+"""The engines and their router."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ray
+
+from vime.cluster.actors import EngineActor, environment
+from vime.cluster.calls import wait_all
+from vime.cluster.session import Slots
+from vime.config import Config
+from vime.serving.router import RouterServer
+
+
+class EngineGroup:
+    """Starts the engines through Ray and the router on this node, and ends both."""
+
+    def __init__(self, config: Config, slots: Slots, log_dir: Path) -> None:
+        self._timeout_s = config.engine.engine_start_timeout_s
+        shares = config.cluster.colocate or slots.kind == "GPU"
+        options = {
+            "num_cpus": 0 if shares else 1,
+            "num_gpus": 0.4 if slots.kind == "GPU" else 0,
+            "runtime_env": {"env_vars": environment(slots.threads)},
+        }
+        actor = ray.remote(EngineActor).options(**options)
+        count = config.cluster.num_engines
+        self._engines = [actor.remote(config, index, slots.threads, log_dir) for index in range(count)]
+        self._router = RouterServer.from_config(config, log_dir=log_dir)
+        self.urls: list[str] = []
+        self.router_url = ""
+
+    async def start(self) -> None:
+        """Raises RemoteError with the engine's own last words if one does not become healthy."""
+        starts = [engine.start.remote() for engine in self._engines]
+        self.urls = await wait_all(starts, what="starting the engines", timeout_s=self._timeout_s + 60)
+        self.router_url = await self._router.start(self.urls)
+
+    async def failures(self) -> list[str]:
+        """One line for each engine that is gone."""
+        answers = await wait_all([e.failure.remote() for e in self._engines], what="asking the engines", timeout_s=30)
+        return [answer for answer in answers if answer]
+
+    async def stop(self) -> None:
+        """Never raises; what does not end in time is killed with its actor."""
+        self._router.stop()
+        try:
+            await wait_all([e.stop.remote() for e in self._engines], what="stopping the engines", timeout_s=60)
+        except Exception:
+            for engine in self._engines:
+                ray.kill(engine)

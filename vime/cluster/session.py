@@ -1,0 +1,63 @@
+"""Joining the Ray cluster that this job was submitted to, or starting one of our own on this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+import ray
+
+from vime.errors import UserError
+
+OBJECT_STORE_BYTES = 512 * 2**20  # batches of token ids are small; Ray's default would take 30 % of the memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """What ``*-num-gpus*`` flags count: GPUs where the cluster has any, else CPU processes."""
+
+    kind: str  # Ray's resource: "GPU" or "CPU"
+    total: int
+    threads: int  # compute threads for a process that has a slot
+
+
+@contextmanager
+def ray_session(needed: int) -> Iterator[Slots]:
+    """A Ray cluster for the time of the block.
+
+    Under ``ray job submit``, or where RAY_ADDRESS is set, the job joins that cluster and leaves it running. Else a local
+    one is started, and ended with the block; on a machine without GPUs it offers as many slots as are needed.
+
+    Raises:
+        UserError: the cluster has fewer slots than needed.
+    """
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray 2.60 warns about its coming default
+    joins = "RAY_ADDRESS" in os.environ
+    cores = psutil.cpu_count() or 1
+    if joins:
+        ray.init(address="auto", logging_level=logging.ERROR, log_to_driver=False)
+    else:
+        ray.init(
+            num_cpus=max(cores, needed + 1),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=OBJECT_STORE_BYTES,
+        )
+    try:
+        yield _slots(needed, cores)
+    finally:
+        ray.shutdown()
+
+
+def _slots(needed: int, cores: int) -> Slots:
+    resources = ray.cluster_resources()
+    kind = "GPU" if resources.get("GPU", 0) > 0 else "CPU"
+    total = int(resources.get(kind, 0))
+    if total < needed:
+        raise UserError(f"the cluster has {total} {kind} slots, this run needs {needed}")
+    return Slots(kind=kind, total=total, threads=max(1, cores // needed) if kind == "CPU" else 1)

@@ -1,0 +1,87 @@
+"""All ranks of one model, as the training loop sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from vime.cluster.actors import TrainActor, environment
+from vime.cluster.calls import wait_all
+from vime.cluster.session import Slots
+from vime.config import Config
+from vime.types import RolloutBatch, TrainBatch, TrainResult
+
+if TYPE_CHECKING:
+    from vime.training.worker import Export, StartInfo
+
+START_TIMEOUT_S = 1800.0  # reading a large checkpoint from a slow disk
+STEP_TIMEOUT_S = 6 * 3600.0  # a rank that died is noticed at once; this only ends a hang
+
+SplitBatch = Callable[[RolloutBatch, int], list[TrainBatch]]
+"""(batch, number of data-parallel ranks) → one share for each."""
+
+
+class TrainGroup:
+    """Implements ``ports.Trainer`` with one Ray actor a rank."""
+
+    def __init__(self, config: Config, slots: Slots, split: SplitBatch) -> None:
+        self._split = split
+        world_size = config.cluster.train_world_size
+        options = {
+            "num_cpus": 1 if slots.kind == "CPU" else 0,
+            "num_gpus": 0.4 if slots.kind == "GPU" else 0,
+            "runtime_env": {"env_vars": environment(slots.threads, dict(config.cluster.train_env_vars))},
+        }
+        actor = ray.remote(TrainActor).options(**options)
+        self._ranks = [actor.remote(config, rank, world_size, slots.threads) for rank in range(world_size)]
+        self._infos: list[StartInfo] = []
+
+    async def start(self) -> StartInfo:
+        """Builds and loads the model on every rank; returns what the reporting rank says."""
+        address, port = (await self._call(self._ranks[:1], "address", what="placing the trainer"))[0]
+        self._infos = await self._call(
+            self._ranks, "start", address, port, what="starting the trainer", timeout_s=START_TIMEOUT_S
+        )
+        return self._infos[0]
+
+    async def train(self, batch: RolloutBatch) -> TrainResult:
+        shares = self._split(batch, self._infos[0].dp_size)
+        calls = [rank.train.remote(shares[info.dp_rank]) for rank, info in zip(self._ranks, self._infos, strict=True)]
+        what = f"training on rollout {batch.rollout_id}"
+        results: list[TrainResult] = await wait_all(calls, what=what, timeout_s=STEP_TIMEOUT_S)
+        reporter = next(i for i, info in enumerate(self._infos) if info.is_reporter)
+        return results[reporter]
+
+    async def export_weights(self) -> Export:
+        """The current weights, packed in memory that engines on the same machine can read."""
+        exports: list[Export | None] = await self._call(self._ranks, "export_weights", what="exporting the weights")
+        return next(export for export in exports if export is not None)
+
+    async def log_probs_of(self, token_ids: list[int], prompt_length: int) -> list[float]:
+        """What the trainer's weights say of the tokens after the prompt, in nats, at the rollout temperature."""
+        answers: list[list[float]] = await self._call(
+            self._ranks, "log_probs_of", token_ids, prompt_length, what="probing the weights"
+        )
+        return answers[0]
+
+    async def save(self, directory: Path, rollout_id: int) -> None:
+        await self._call(self._ranks, "save", directory, rollout_id, what=f"saving rollout {rollout_id}")
+
+    async def save_hf(self, directory: Path) -> None:
+        await self._call(self._ranks, "save_hf", directory, what=f"saving {directory}")
+
+    async def stop(self) -> None:
+        """Lets every rank leave its process group; never raises for one that is gone already."""
+        try:
+            await self._call(self._ranks, "stop", what="stopping the trainer", timeout_s=10)
+        except Exception:  # the run ends anyway; Ray kills what is left
+            return
+
+    async def _call(
+        self, ranks: list[Any], method: str, *arguments: Any, what: str, timeout_s: float = STEP_TIMEOUT_S
+    ) -> list[Any]:
+        calls = [getattr(rank, method).remote(*arguments) for rank in ranks]
+        return await wait_all(calls, what=what, timeout_s=timeout_s)
