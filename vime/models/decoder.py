@@ -52,6 +52,7 @@ def decoder_rules(shape: ModelShape) -> Iterator[WeightRule]:
         hf=(HfTensor("model.embed_tokens.weight", vocabulary),),
         tp_dim=0,
         vocabulary=True,
+        copies=("output_layer.weight",) if shape.tie_word_embeddings else (),  # the last stage's, with PP > 1
     )
     for layer in range(shape.num_layers):
         yield from _attention_rules(shape, layer)
