@@ -1,0 +1,91 @@
+"""Closed groups become a batch; nothing invalid gets through and nothing is dropped."""
+
+import pytest
+
+from vime.errors import UserError
+from vime.rollout.conversion import to_rollout_batch
+from vime.types import Grade, InvalidSample, Sample, Status
+
+
+def sample(number: int, reward: float | None = 1.0, **fields) -> Sample:
+    base = {
+        "group_index": number // 2,
+        "index": number,
+        "tokens": [5, 6, 7, 8],
+        "response_length": 2,
+        "rollout_log_probs": [-1.0, -2.0],
+        "weight_versions": [3, 3],
+        "status": Status.COMPLETED,
+        "reward": reward,
+        "grade": Grade.error("deadline exceeded") if reward is None else None,
+    }
+    return Sample(**(base | fields))
+
+
+def halve(samples: list[Sample]) -> tuple[list[float], list[float]]:
+    raw = [s.score() for s in samples]
+    return raw, [value / 2 for value in raw]
+
+
+def test_samples_are_ordered_by_index_and_carry_raw_and_processed_rewards():
+    batch = to_rollout_batch(7, [[sample(2, 4.0), sample(3)], [sample(1), sample(0, 3.0)]], halve)
+    assert batch.rollout_id == 7
+    assert [s.index for s in batch.samples] == [0, 1, 2, 3]
+    assert [(s.raw_reward, s.reward) for s in batch.samples] == [(3, 1.5), (1, 0.5), (4, 2), (1, 0.5)]
+    assert batch.samples[0].loss_mask == (1, 1)
+
+
+def test_a_sample_whose_grader_failed_keeps_its_place_but_is_not_trained_on():
+    seen = []
+
+    def post_process(samples):
+        seen.extend(s.index for s in samples)
+        return halve(samples)
+
+    batch = to_rollout_batch(0, [[sample(0), sample(1, None)]], post_process)
+    assert seen == [0], "it takes no part in the baseline"
+    assert len(batch.samples) == 2 and batch.samples[1].loss_mask == (0, 0)
+
+
+def test_a_removed_sample_takes_part_in_the_baseline_but_is_not_trained_on():
+    batch = to_rollout_batch(0, [[sample(0, remove_sample=True), sample(1)]], halve)
+    assert batch.samples[0].reward == 0.5 and batch.samples[0].loss_mask == (0, 0)
+
+
+def test_an_empty_response_keeps_its_place_with_nothing_to_train():
+    empty = sample(0, response_length=0, rollout_log_probs=[], weight_versions=[])
+    batch = to_rollout_batch(0, [[empty, sample(1)]], halve)
+    assert batch.samples[0].loss_mask == (0,) and batch.samples[0].rollout_log_probs is None
+
+
+def test_no_reward_at_all_is_an_error_that_says_why():
+    with pytest.raises(UserError, match=r"rollout 3: no sample has a reward; the first: sample 0 .*deadline exceeded"):
+        to_rollout_batch(3, [[sample(0, None), sample(1, None)]], halve)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"loss_mask": [1]}, "loss_mask has 1 entries for 2 response tokens"),
+        ({"loss_mask": [1, 2]}, "values other than 0 and 1"),
+        ({"rollout_log_probs": [-1.0] * 3}, "rollout_log_probs has 3 entries for 2"),
+        ({"response_length": 9}, "response_length is 9"),
+        ({"status": Status.FAILED}, "status is failed"),
+        ({"status": Status.ABORTED}, "status is aborted"),
+        ({"index": None}, "without its index"),
+    ],
+)
+def test_a_broken_sample_is_named(fields, message):
+    with pytest.raises(InvalidSample, match=message):
+        to_rollout_batch(0, [[sample(0, **fields), sample(1)]], halve)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1", {"acc": 1.0}])
+def test_a_reward_that_is_no_finite_number_never_reaches_training(reward):
+    with pytest.raises(InvalidSample, match="sample 0"):
+        to_rollout_batch(0, [[sample(0, reward), sample(1)]], halve)
+
+
+def test_post_processing_must_return_one_reward_a_sample():
+    with pytest.raises(UserError, match="returned 1 raw and 2 processed rewards for 2 samples"):
+        to_rollout_batch(0, [[sample(0), sample(1)]], lambda samples: ([1.0], [1.0, 2.0]))

@@ -1,0 +1,112 @@
+"""Generation and evaluation over fake engines: seeds by identity, bounded concurrency, nothing lost."""
+
+import pytest
+
+from tests.rollout.fakes import FakeGenerator, FakeRecorder, FakeRewarder, FakeSource
+from vime.errors import UserError
+from vime.rollout.generate import SingleTurn
+from vime.rollout.manager import EvalSet, RolloutManager, Runner
+from vime.types import Sample, SamplingParams, Status
+
+PROMPT = [1, 2, 3]
+
+
+def make(generator=None, rewarder=None, *, concurrency=4, eval_sets=(), source=None):
+    generator = generator or FakeGenerator()
+    single = SingleTurn(generator, lambda prompt: PROMPT, lambda ids: " ".join(map(str, ids)), max_context=64)
+
+    async def generate(sample, params, evaluation):
+        return await single(sample, params)
+
+    recorder = FakeRecorder()
+    manager = RolloutManager(
+        source=source or FakeSource(n=4),
+        runner=Runner(generate, rewarder or FakeRewarder(), seed=42, concurrency=concurrency),
+        batch_size=3,
+        sampling=SamplingParams(max_tokens=8),
+        post_process=lambda samples: ([s.score() for s in samples],) * 2,
+        metrics=lambda groups, seconds: {"rollout/groups": float(len(groups))},
+        recorder=recorder,
+        eval_sets=eval_sets,
+    )
+    return manager, generator, recorder
+
+
+async def test_a_rollout_has_every_sample_of_every_group_whatever_the_order_of_completion():
+    manager, _, recorder = make()
+    batch = await manager.generate(5)
+    assert [s.index for s in batch.samples] == list(range(12))
+    assert all(s.tokens[:3] == tuple(PROMPT) and len(s.weight_versions) == s.response_length for s in batch.samples)
+    assert batch.metrics == {"rollout/groups": 3.0}
+    assert len(recorder.recorded["rollout-5"]) == 12
+
+
+async def test_tokens_depend_on_identity_not_on_concurrency():
+    one, _, _ = make(concurrency=1)
+    many, _, _ = make(concurrency=12)
+    assert [s.tokens for s in (await one.generate(0)).samples] == [s.tokens for s in (await many.generate(0)).samples]
+    again, _, _ = make()
+    assert [s.tokens for s in (await again.generate(1)).samples] != [s.tokens for s in (await one.generate(0)).samples]
+
+
+async def test_concurrency_is_bounded():
+    manager, generator, _ = make(concurrency=3)
+    await manager.generate(0)
+    assert generator.most_in_flight == 3
+
+
+async def test_the_router_sees_one_session_a_sample():
+    manager, generator, _ = make()
+    await manager.generate(0)
+    assert len({session for _, _, session in generator.requests}) == 12
+
+
+async def test_groups_are_graded_together_when_asked():
+    rewarder = FakeRewarder(by_group=True)
+    manager, _, _ = make(rewarder=rewarder)
+    await manager.generate(0)
+    assert sorted(len(group) for group in rewarder.groups) == [4, 4, 4]
+
+
+async def test_length_becomes_truncated():
+    manager, _, _ = make(FakeGenerator(finish_reason="length"))
+    assert all(s.truncated for s in (await manager.generate(0)).samples)
+
+
+async def test_evaluation_reports_each_set_and_errors_are_counted_not_scored():
+    def groups():
+        return [[Sample(group_index=0, index=i, prompt="p", label="1") for i in range(4)]]
+
+    sets = [
+        EvalSet(name="a", groups=groups, sampling=SamplingParams(max_tokens=4), score=Sample.score),
+        EvalSet(name="b", groups=groups, sampling=SamplingParams(max_tokens=4, temperature=0.0), score=Sample.score),
+    ]
+    rewarder = FakeRewarder(lambda sample: None if sample.index == 3 else float(sample.index > 0))
+    manager, generator, recorder = make(rewarder=rewarder, eval_sets=sets)
+    metrics = await manager.evaluate(2)
+    assert metrics["eval/a"] == pytest.approx(2 / 3) and metrics["eval/a-errors"] == 1 and metrics["eval/a-graded"] == 3
+    assert metrics["eval/b-truncated_ratio"] == 0
+    assert {params.temperature for _, params, _ in generator.requests} == {0.0, 1.0}
+    assert set(recorder.recorded) == {"eval_a-2", "eval_b-2"}
+    assert await manager.evaluate(3) == metrics, "the same seeds each time"
+
+
+async def test_an_aborted_sample_continues_where_it_stopped():
+    generator = FakeGenerator(version=2)
+    single = SingleTurn(generator, lambda prompt: PROMPT, str, max_context=64)
+    sample = Sample(
+        index=0, tokens=[*PROMPT, 9, 9], response_length=2, rollout_log_probs=[-1.0, -1.0], weight_versions=[1, 1]
+    )
+    await single(sample, SamplingParams(max_tokens=3, seed=1))
+    assert generator.requests[0][0] == [*PROMPT, 9, 9] and generator.requests[0][1].max_tokens == 1
+    assert sample.weight_versions == [1, 1, 2] and sample.response_length == 3 and sample.status is Status.COMPLETED
+
+
+async def test_the_context_bounds_the_response_and_a_prompt_that_fills_it_is_an_error():
+    generator = FakeGenerator()
+    single = SingleTurn(generator, lambda prompt: PROMPT, str, max_context=5)
+    await single(Sample(index=0), SamplingParams(max_tokens=50, seed=1))
+    assert generator.requests[0][1].max_tokens == 2
+    single = SingleTurn(generator, lambda prompt: PROMPT, str, max_context=3)
+    with pytest.raises(UserError, match="its prompt has 3 tokens, the context ends at 3"):
+        await single(Sample(index=0), SamplingParams(max_tokens=50))

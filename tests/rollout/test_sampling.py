@@ -1,0 +1,60 @@
+"""The sampling loop loses nothing, leaves nothing running, and does not depend on who finishes first."""
+
+import asyncio
+
+import pytest
+
+from tests.rollout.fakes import FakeSource
+from vime.rollout.sampling import SamplingLoop
+from vime.rollout.tasks import together
+from vime.types import Group
+
+
+async def finish_in_reverse(group: Group) -> Group:
+    await asyncio.sleep(0.02 - group[0].group_index / 1000)
+    return group
+
+
+async def test_groups_come_back_in_the_order_in_which_they_were_drawn():
+    groups = await SamplingLoop(FakeSource(), finish_in_reverse).collect(8)
+    assert [group[0].group_index for group in groups] == list(range(8))
+
+
+async def test_a_dropped_group_is_replaced_by_a_fresh_one():
+    source = FakeSource()
+    loop = SamplingLoop(source, finish_in_reverse, keep=lambda group: group[0].group_index % 2 == 0)
+    groups = await loop.collect(3)
+    kept, dropped = [g[0].group_index for g in groups], [g[0].group_index for g in loop.dropped]
+    assert len(kept) == 3 and all(index % 2 == 0 for index in kept)
+    assert sorted(kept + dropped) == list(range(source.drawn)), "every group drawn is accounted for"
+
+
+async def test_a_failing_group_ends_the_loop_with_its_own_error_and_cancels_the_rest():
+    cancelled = []
+
+    async def run(group: Group) -> Group:
+        if group[0].group_index == 1:
+            raise RuntimeError("engine 0 is gone")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(group[0].group_index)
+            raise
+        return group
+
+    with pytest.raises(RuntimeError, match="engine 0 is gone"):
+        await SamplingLoop(FakeSource(), run).collect(4)
+    assert sorted(cancelled) == [0, 2, 3]
+    assert len(asyncio.all_tasks()) == 1, "only the test itself still runs"
+
+
+async def test_together_returns_results_in_order_and_raises_the_first_failure_as_itself():
+    async def value(x: int, delay: float) -> int:
+        await asyncio.sleep(delay)
+        if x < 0:
+            raise KeyError("negative")
+        return x
+
+    assert await together([value(1, 0.01), value(2, 0)]) == [1, 2]
+    with pytest.raises(KeyError, match="negative"):
+        await together([value(1, 60), value(-1, 0)])
