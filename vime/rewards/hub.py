@@ -1,0 +1,225 @@
+"""Which reward a sample gets, and how failures are told.
+
+The order: the sample's own ``custom_rm_path``, the run's ``--custom-rm-path``, the row's ``metadata["rm_type"]``,
+the run's ``--rm-type``. A reward that is already there stays, and samples that were aborted or failed get none. Nothing
+here raises for what a reward function does: the sample's Grade becomes an error with one line that names the function
+and the sample, and its reward stays None.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vime.errors import UserError
+from vime.ports import GraderPool
+from vime.rewards import registry
+from vime.rewards.extract import last_boxed
+from vime.rewards.remote_rm import RemoteReward
+from vime.rewards.values import RewardFailed, set_error, set_value
+from vime.types import Sample, Status
+
+_log = logging.getLogger(__name__)
+
+CustomReward = Callable[..., Awaitable[Any]]
+"""async f(args, sample, **kw), or async f(args, samples, **kw) with ``--group-rm``."""
+
+
+class RewardSettings(Protocol):
+    """The fields of ``config.reward`` that are used here."""
+
+    @property
+    def rm_type(self) -> str | None: ...
+    @property
+    def rm_url(self) -> str | None: ...
+    @property
+    def reward_key(self) -> str | None: ...
+    @property
+    def eval_reward_key(self) -> str | None: ...
+    @property
+    def group_rm(self) -> bool: ...
+    @property
+    def rm_timeout_s(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class _Hook:
+    """A user's reward function, and how messages name it."""
+
+    function: CustomReward
+    name: str
+    takes_evaluation: bool
+
+    @classmethod
+    def of(cls, function: CustomReward, name: str) -> _Hook:
+        """Raises UserError where the function is not asynchronous."""
+        call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+        if not inspect.iscoroutinefunction(call):
+            raise UserError(f"{name} must be an async function (async def f(args, sample))")
+        parameters = inspect.signature(function).parameters
+        return cls(function, name, "evaluation" in parameters)
+
+    async def __call__(self, args: Any, what: Sample | list[Sample], evaluation: bool) -> Any:
+        keywords = {"evaluation": evaluation} if self.takes_evaluation else {}
+        return await self.function(args, what, **keywords)
+
+
+class RewardHub:
+    """Puts rewards on samples. One for a run; close it at the end (the pool belongs to whoever made it).
+
+    Args:
+        settings: ``config.reward``.
+        pool: where rule graders run.
+        args: what custom functions get first, ``config.args``.
+        custom_rm: the function of ``--custom-rm-path``; with ``group_rm`` it gets the list of a group's samples.
+        custom_rm_name: its path, for messages.
+        resolve: path → function, for samples which carry their own ``custom_rm_path``.
+        remote: the reward service, where it is not the one at ``rm_url``.
+    """
+
+    def __init__(
+        self,
+        settings: RewardSettings,
+        pool: GraderPool,
+        *,
+        args: Any = None,
+        custom_rm: CustomReward | None = None,
+        custom_rm_name: str = "",
+        resolve: Callable[[str], CustomReward] | None = None,
+        remote: RemoteReward | None = None,
+    ) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._args = args
+        self._custom = _Hook.of(custom_rm, f"--custom-rm-path {custom_rm_name}".strip()) if custom_rm else None
+        self._resolve = resolve
+        self._remote = remote or (RemoteReward(settings.rm_url) if settings.rm_url else None)
+        self._own: dict[str, _Hook] = {}  # custom_rm_path of samples → function
+        self._logged: set[str] = set()
+        if settings.rm_type is not None:
+            registry.check(settings.rm_type)
+
+    @property
+    def by_group(self) -> bool:
+        """Whether ``reward_group`` must be called instead of ``reward``."""
+        return self._settings.group_rm and self._custom is not None
+
+    async def reward(self, sample: Sample, *, evaluation: bool = False) -> None:
+        """Grades one sample in place."""
+        if not _is_open(sample):
+            return
+        if self._is_for_group(sample):
+            await self._reward_together([sample], evaluation)
+            return
+        source = "reward"
+        try:
+            hook = self._hook_of(sample)
+            source = hook.name if hook else self._rm_type(sample)
+            value = await (self._ask(hook, sample, evaluation) if hook else self._grade(source, sample))
+            set_value(sample, value, self._reward_key(evaluation))
+        except (RewardFailed, UserError) as error:
+            set_error(sample, f"{source}: {error}, for {sample.name}")
+
+    async def reward_group(self, samples: list[Sample], *, evaluation: bool = False) -> None:
+        """Grades the samples of one group in place, together where a group function was given."""
+        together = [sample for sample in samples if self._is_for_group(sample) and _is_open(sample)]
+        alone = [sample for sample in samples if not self._is_for_group(sample)]
+        await asyncio.gather(*(self.reward(sample, evaluation=evaluation) for sample in alone))
+        if together:
+            await self._reward_together(together, evaluation)
+
+    async def close(self) -> None:
+        if self._remote is not None:
+            await self._remote.close()
+
+    async def _reward_together(self, samples: list[Sample], evaluation: bool) -> None:
+        assert self._custom is not None
+        source, key = f"{self._custom.name} with --group-rm", self._reward_key(evaluation)
+        try:
+            results = _as_many(await self._call(self._custom, list(samples), evaluation, len(samples)), len(samples))
+        except RewardFailed as error:
+            for sample in samples:
+                set_error(sample, f"{source}: {error}, for {sample.name}")
+            return
+        for sample, value in zip(samples, results, strict=True):
+            try:
+                set_value(sample, value, key)
+            except RewardFailed as error:
+                set_error(sample, f"{source}: {error}, for {sample.name}")
+
+    async def _ask(self, hook: _Hook, sample: Sample, evaluation: bool) -> Any:
+        return await self._call(hook, sample, evaluation, 1)
+
+    async def _grade(self, rm_type: str, sample: Sample) -> Any:
+        registry.check(rm_type)
+        if rm_type.removeprefix(registry.BOXED) != registry.REMOTE:
+            return await self._pool.grade(rm_type, sample.response, sample.label, sample.metadata)
+        if self._remote is None:
+            raise RewardFailed("needs the address of the reward service by --rm-url")
+        boxed = rm_type.startswith(registry.BOXED)
+        response = (last_boxed(sample.response) or "") if boxed else sample.response
+        return await self._remote.ask(sample.prompt, response, sample.label)
+
+    async def _call(self, hook: _Hook, what: Sample | list[Sample], evaluation: bool, count: int) -> Any:
+        """Calls a user's function, with ``count`` times the deadline of one sample."""
+        deadline = asyncio.timeout(self._settings.rm_timeout_s * count)
+        try:
+            async with deadline:
+                return await hook(self._args, what, evaluation)
+        except Exception as error:
+            if deadline.expired():
+                raise RewardFailed(f"deadline of {self._settings.rm_timeout_s * count:g} s exceeded") from None
+            self._log_once(hook)
+            raise RewardFailed(f"raised {type(error).__name__}: {error}") from error
+
+    def _log_once(self, hook: _Hook) -> None:
+        """The traceback of a function's first exception; the samples carry the message of each."""
+        if hook.name not in self._logged:
+            self._logged.add(hook.name)
+            _log.warning("%s raised an exception", hook.name, exc_info=True)
+
+    def _is_for_group(self, sample: Sample) -> bool:
+        return self.by_group and sample.custom_rm_path is None
+
+    def _hook_of(self, sample: Sample) -> _Hook | None:
+        path = sample.custom_rm_path
+        if path is None:
+            return self._custom
+        if path not in self._own:
+            if self._resolve is None:
+                raise RewardFailed(f"the sample's custom_rm_path {path} cannot be resolved here")
+            self._own[path] = _Hook.of(self._resolve(path), path)
+        return self._own[path]
+
+    def _rm_type(self, sample: Sample) -> str:
+        rm_type = sample.metadata.get("rm_type") or self._settings.rm_type
+        if rm_type is None:
+            raise RewardFailed("set --rm-type or --custom-rm-path, or rm_type in the metadata")
+        return str(rm_type)
+
+    def _reward_key(self, evaluation: bool) -> str | None:
+        if evaluation and self._settings.eval_reward_key is not None:
+            return self._settings.eval_reward_key
+        return self._settings.reward_key
+
+
+def _is_open(sample: Sample) -> bool:
+    return sample.reward is None and sample.status not in (Status.ABORTED, Status.FAILED)
+
+
+def _as_many(results: Any, count: int) -> list[Any]:
+    """The list of results.
+
+    Raises:
+        RewardFailed: it is none, or of another length.
+    """
+    if isinstance(results, str | Mapping) or not isinstance(results, Iterable):
+        raise RewardFailed(f"must return a list of {count} rewards, not {type(results).__name__}")
+    rewards = list(results)
+    if len(rewards) != count:
+        raise RewardFailed(f"returned {len(rewards)} rewards for {count} samples")
+    return rewards

@@ -1,0 +1,74 @@
+"""What reward functions return, as a Grade and as the reward of a Sample."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from vime.rewards.equality import one_line
+from vime.types import Grade, Sample
+
+
+class RewardFailed(RuntimeError):
+    """Why there is no reward, on one line, without the names of function and sample."""
+
+
+def set_value(sample: Sample, value: Any, reward_key: str | None) -> None:
+    """Puts a reward (a number, a dict or a Grade) on the sample.
+
+    Further values of a Grade (dapo's ``acc`` and ``pred``) make the reward a dict where ``reward_key`` asks for one of
+    them; without it the reward is the score.
+
+    Raises:
+        RewardFailed: it is none of these, or not finite, or the dict lacks ``reward_key``.
+    """
+    if isinstance(value, Grade):
+        _set_grade(sample, value, reward_key)
+    elif isinstance(value, Mapping):
+        score = _pick(value, reward_key)
+        _set(sample, Grade(score=score, extra=dict(value)), {**value, str(reward_key): score})
+    else:
+        score = to_number(value)
+        _set(sample, Grade(score=score), score)
+
+
+def set_error(sample: Sample, detail: str) -> None:
+    """Marks the sample as ungraded, which is not the same as a reward of 0."""
+    sample.grade, sample.reward = Grade.error(one_line(detail, 500)), None
+
+
+def to_number(value: Any) -> float:
+    """A reward as a finite float; True is 1.0.
+
+    Raises:
+        RewardFailed: it is no number, or not finite.
+    """
+    if not isinstance(value, numbers.Real):
+        raise RewardFailed(f"the reward must be a number, not {one_line(repr(value), 80)}")
+    if not math.isfinite(value):
+        raise RewardFailed(f"the reward must be finite, not {value}")
+    return float(value)
+
+
+def _set_grade(sample: Sample, grade: Grade, reward_key: str | None) -> None:
+    if grade.score is None:
+        sample.grade, sample.reward = grade, None
+    elif grade.extra and reward_key is not None:
+        found = {"score": grade.score, **grade.extra}
+        _set(sample, grade, {**found, reward_key: _pick(found, reward_key)})
+    else:
+        _set(sample, grade, grade.score)
+
+
+def _pick(found: Mapping[str, Any], reward_key: str | None) -> float:
+    if reward_key is None:
+        raise RewardFailed(f"the reward is a dict with {sorted(found)}; name the key to train on by --reward-key")
+    if reward_key not in found:
+        raise RewardFailed(f"the reward has no key {reward_key!r} (--reward-key), only {sorted(found)}")
+    return to_number(found[reward_key])
+
+
+def _set(sample: Sample, grade: Grade, reward: float | dict[str, Any]) -> None:
+    sample.grade, sample.reward = grade, reward
