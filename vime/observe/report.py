@@ -1,0 +1,83 @@
+"""What the training loop tells: to the display, the record and the accounts of time at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from vime.observe.phases import PhaseTimer
+from vime.observe.progress import Progress
+from vime.observe.recorder import RunRecorder
+from vime.observe.summary import Summary, eval_rows
+from vime.types import RolloutBatch, TrainResult
+
+__all__ = ["RunReport"]
+
+
+class RunReport:
+    """Implements ``loop.Report``.
+
+    Args:
+        steps: optimizer steps that were done before this process, by a run that it resumes.
+        first_evals: the first evaluation of the run that is resumed, for the final table.
+    """
+
+    def __init__(
+        self,
+        recorder: RunRecorder,
+        progress: Progress,
+        *,
+        clock: Callable[[], float],
+        steps: int = 0,
+        first_evals: Mapping[str, float] | None = None,
+    ) -> None:
+        self._recorder = recorder
+        self._progress = progress
+        self._clock = clock
+        self._began = clock()
+        self._timer = PhaseTimer(clock)
+        self.steps = steps
+        self.first_evals = dict(first_evals or {})
+        self._last_evals: dict[str, float] = {}
+        self._rollouts = 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with self._timer.phase(name), self._progress.phase(name):
+            yield
+
+    def evaluated(self, rollout_id: int, metrics: dict[str, float]) -> None:
+        """Writes an evaluation under the weights before ``rollout_id``."""
+        self._recorder.log(metrics, rollout_id=rollout_id, step=self.steps)
+        self._last_evals = metrics
+        self.first_evals = self.first_evals or metrics
+        means = "  ".join(f"{row.name} {row.end:.3f}" for row in eval_rows({}, metrics) if row.end is not None)
+        self._progress.log(f"evaluation before rollout {rollout_id + 1}: {means}")
+        self._progress.update(metrics)
+
+    def trained(self, batch: RolloutBatch, result: TrainResult) -> None:
+        """Writes one row an optimizer step; the last one also has what is said of the rollout as a whole."""
+        whole = {**batch.metrics, **self._timer.lap().metrics()}
+        whole |= {f"perf/{name}_time": seconds for name, seconds in result.seconds.items()}
+        if "perf/phase_time/sync" in whole:
+            whole["perf/update_weights_time"] = whole["perf/phase_time/sync"]
+        for number, step in enumerate(result.steps, start=1):
+            self.steps += 1
+            row = step | whole if number == len(result.steps) else step
+            self._recorder.log(row, rollout_id=batch.rollout_id, step=self.steps)
+        self._rollouts += 1
+        self._progress.update({**result.steps[-1], **whole}, rollout_id=batch.rollout_id)
+
+    def finish(self, *, peak_memory_bytes: int | None, resume_command: str | None) -> None:
+        """Shows the table at the end of a run."""
+        summary = Summary(
+            rollouts=self._rollouts,
+            steps=self.steps,
+            seconds=self._clock() - self._began,
+            run_dir=str(self._recorder.run_dir),
+            evals=eval_rows(self.first_evals, self._last_evals),
+            phase_seconds=self._timer.totals(),
+            peak_memory_bytes=peak_memory_bytes,
+            resume_command=resume_command,
+        )
+        self._progress.finish(summary)
