@@ -8,11 +8,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from vime.config.config import OWN_FLAGS
+from vime.config.foreign import Program, manifest
+from vime.config.foreign.megatron_lm import ALIASES
+from vime.config.foreign.owned import why_owned
 from vime.config.kinds import STR, Kind, Words
 from vime.config.unimplemented import UNIMPLEMENTED
 from vime.errors import UserError
 
 Store = Literal["vime", "megatron", "vllm", "router", "config"]
+
+PREFIXES: dict[Program, str] = {"vllm": "vllm-", "router": "router-"}
+"""Megatron's flags have no prefix; ours come first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +62,38 @@ def lookup(name: str) -> Target:
         return own_targets()[name]
     if name in UNIMPLEMENTED or name.removeprefix("no-") in UNIMPLEMENTED:
         raise UserError(f"--{name} is a flag of vime, but this version does not implement it yet")
+    target = _foreign_target(name)
+    if target is not None:
+        return target
     raise UserError(f"unknown flag --{name}{suggestion(name)}")
+
+
+def _foreign_target(name: str) -> Target | None:
+    negative = name.startswith("no-")
+    bare = name.removeprefix("no-")
+    for program, prefix in PREFIXES.items():
+        if bare.startswith(prefix):
+            inner = bare.removeprefix(prefix)
+            if inner.startswith("no-") and inner not in manifest(program):
+                negative, inner = True, inner.removeprefix("no-")
+            return _passed_through(program, name, inner, negative)
+    if name in ALIASES:
+        alias = ALIASES[name]
+        return Target(store="megatron", key=alias.key, kind=alias.kind, present=alias.present)
+    return _passed_through("megatron", name, bare, negative)
+
+
+def _passed_through(program: Program, name: str, inner: str, negative: bool) -> Target | None:
+    """``inner`` is the program's own name for ``name``, without prefix and negation."""
+    if f"no-{inner}" in manifest(program) and negative:
+        inner, negative = f"no-{inner}", False
+    flag = manifest(program).get(inner)
+    if flag is None or (negative and not flag.negatable):
+        return None
+    reason = why_owned(program, flag.flag, flag.kind)
+    if reason is not None:
+        raise UserError(f"--{name} cannot be given: {reason}")
+    return Target(store=program, key=flag.dest, kind=flag.value_kind, present=not negative)
 
 
 def suggestion(name: str) -> str:
@@ -68,4 +105,5 @@ def suggestion(name: str) -> str:
 @functools.cache
 def all_names() -> tuple[str, ...]:
     """Every name that ``lookup`` knows, ours first."""
-    return (*own_targets(), *sorted(UNIMPLEMENTED))
+    foreign = [f"{prefix}{name}" for program, prefix in PREFIXES.items() for name in manifest(program)]
+    return (*own_targets(), *sorted(UNIMPLEMENTED), *ALIASES, *manifest("megatron"), *foreign)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -75,6 +76,24 @@ def to_json(raw: Any) -> Any:
     return value
 
 
+def to_json_or_str(raw: Any) -> Any:
+    """JSON where it is JSON (an object, a list, a number), else the text as it is."""
+    if not isinstance(raw, str):
+        return raw
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return raw
+
+
+def to_human_int(raw: Any) -> str:
+    """vLLM's 4k, 4K, 1.5M and auto; kept as written, since vLLM decides what a suffix means."""
+    text = to_str(raw)
+    if not re.fullmatch(r"auto|-?\d+|\d+(\.\d+)?[kKmMgGtT]", text):
+        raise ValueError(raw)
+    return text
+
+
 def to_json_object(raw: Any) -> dict[str, Any]:
     value = to_json(raw)
     if not isinstance(value, dict):
@@ -120,6 +139,20 @@ STR = Kind(expected="a text", convert=to_str)
 JSON = Kind(expected="JSON, an object or a list, e.g. '{\"key\": 1}'", convert=to_json)
 JSON_OBJECT = Kind(expected="a JSON object, e.g. '{\"key\": 1}'", convert=to_json_object)
 PAIRS = Kind(expected="pairs of a name and a path", words=Words.MANY, convert=to_pairs, appends=True)
+
+HUMAN_INT = Kind(expected="a whole number, perhaps as 4k or 1.5M", convert=to_human_int)
+JSON_OR_STR = Kind(expected="a text or JSON", convert=to_json_or_str)
+
+BY_NAME: dict[str, Kind] = {
+    "switch": SWITCH,
+    "int": INT,
+    "float": FLOAT,
+    "str": STR,
+    "json": JSON,
+    "json_or_str": JSON_OR_STR,
+    "human_int": HUMAN_INT,
+}
+"""Kinds by the names that the manifests of foreign flags use."""
 
 _SIMPLE: dict[Any, Kind] = {bool: SWITCH, int: INT, float: FLOAT, str: STR}
 

@@ -27,7 +27,7 @@ class Resolution:
 def resolve(argv: Sequence[str]) -> Resolution:
     """Reads, derives and checks. Never raises for what a user wrote."""
     draft = read(argv)
-    values: dict[str, Any] = {name: flag.default for name, flag in OWN_FLAGS.items()} | draft.store("vime")
+    values: dict[str, Any] = {name: flag.default for name, flag in OWN_FLAGS.items()} | draft.of("vime")
     warnings = derive(values, draft.origins)
     custom = _custom(values["custom_config_path"], draft.errors)
     config = _build(values, draft, custom)
@@ -69,9 +69,9 @@ def _build(values: dict[str, Any], draft: Draft, custom: dict[str, Any]) -> Conf
     origins = dict.fromkeys(OWN_FLAGS, "default") | draft.origins
     return Config(
         **{section: SECTIONS[section](**part) for section, part in parts.items()},
-        megatron=FrozenMap(draft.store("megatron")),
-        vllm=FrozenMap(draft.store("vllm")),
-        router=FrozenMap(draft.store("router")),
+        megatron=FrozenMap(draft.of("megatron")),
+        vllm=FrozenMap(draft.of("vllm")),
+        router=FrozenMap(draft.of("router")),
         custom=FrozenMap(custom),
         origins=FrozenMap(origins),
     )

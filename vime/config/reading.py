@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vime.config.catalog import CONFIG_FILE, Target, lookup, suggestion
+from vime.config.catalog import CONFIG_FILE, Store, Target, lookup, suggestion
 from vime.config.kinds import Words
 from vime.errors import UserError
 
@@ -28,14 +28,14 @@ class Given:
 class Draft:
     """What was given, converted; and what was wrong about it."""
 
-    values: dict[Target, Any] = field(default_factory=dict)  # by the positive target of each key
+    values: dict[tuple[Store, str], Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)  # attributes whose value could not be read
 
-    def store(self, name: str) -> dict[str, Any]:
+    def of(self, store: Store) -> dict[str, Any]:
         """The values that belong to one store, by key."""
-        return {target.key: value for target, value in self.values.items() if target.store == name}
+        return {key: value for (owner, key), value in self.values.items() if owner == store}
 
 
 def read(argv: Sequence[str]) -> Draft:
@@ -151,7 +151,7 @@ def _apply(draft: Draft, source: Iterator[Given] | list[Given]) -> None:
         if each.target.kind.appends and attribute in fresh:
             value = fresh[attribute] + value
         fresh[attribute] = value
-        draft.values[Target(store=each.target.store, key=each.target.key, kind=each.target.kind)] = value
+        draft.values[each.target.store, each.target.key] = value
         draft.origins[attribute] = each.origin
 
 

@@ -1,0 +1,51 @@
+"""Megatron-LM's flags whose names are not those of Megatron-core's fields: the wheel of Megatron-core has no parser.
+
+The list holds what public training scripts use for decoder-only models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vime.config.kinds import FLOAT, INT, SWITCH, Kind, choice
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """What a flag of Megatron-LM sets in ``config.megatron``."""
+
+    key: str
+    kind: Kind
+    present: Any = True  # for a switch: the value that its presence means
+
+
+ALIASES: Mapping[str, Alias] = {
+    # shape of the model: compared with config.json
+    "swiglu": Alias("swiglu", SWITCH),
+    "disable-bias-linear": Alias("add_bias_linear", SWITCH, present=False),
+    "norm-epsilon": Alias("layernorm_epsilon", FLOAT),
+    "group-query-attention": Alias("group_query_attention", SWITCH),
+    "use-rotary-position-embeddings": Alias("position_embedding_type", SWITCH, present="rope"),
+    "position-embedding-type": Alias("position_embedding_type", choice(("rope",))),
+    "rotary-base": Alias("rotary_base", FLOAT),
+    "rotary-percent": Alias("rotary_percent", FLOAT),
+    "use-rope-scaling": Alias("use_rope_scaling", SWITCH),
+    "rope-scaling-factor": Alias("rope_scaling_factor", FLOAT),
+    "untie-embeddings-and-output-weights": Alias("untie_embeddings_and_output_weights", SWITCH),
+    "num-experts": Alias("num_moe_experts", INT),
+    "apply-layernorm-1p": Alias("layernorm_zero_centered_gamma", SWITCH),
+    # kernels and precision
+    "no-rope-fusion": Alias("apply_rope_fusion", SWITCH, present=False),
+    "no-bias-swiglu-fusion": Alias("bias_activation_fusion", SWITCH, present=False),
+    "no-bias-gelu-fusion": Alias("bias_activation_fusion", SWITCH, present=False),
+    "accumulate-allreduce-grads-in-fp32": Alias("grad_reduce_in_fp32", SWITCH),
+    "no-check-for-nan-in-loss-and-grad": Alias("check_for_nan_in_grad", SWITCH, present=False),
+    "ddp-bucket-size": Alias("bucket_size", INT),
+    # accepted because scripts have them; packed samples do not need them, and a warning says so
+    "seq-length": Alias("seq_length", INT),
+    "max-position-embeddings": Alias("max_position_embeddings", INT),
+}
+
+WITHOUT_EFFECT = ("seq_length", "max_position_embeddings")

@@ -1,0 +1,77 @@
+"""Foreign flags that vime decides itself, and what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_ENGINE_PORTS = "vime gives each engine a free port on its own"
+_ENGINE_ADDRESS = "engines listen on loopback, or on the node's address in a cluster"
+_ENGINE_WEIGHTS = "vime carries the weights itself"
+_PLACEMENT = "use --rollout-num-gpus and --rollout-num-gpus-per-engine"
+_DISAGGREGATION = "separate prefill and decode servers are not supported by this version"
+_SHARED_LAYOUT = "use --tensor-model-parallel-size and its kin"
+_OBJECT = "no flag can give it: it is a Python object"
+
+OWNED: Mapping[str, Mapping[str, str]] = {
+    "vllm": {
+        "model": "use --hf-checkpoint",
+        "model-tag": "use --hf-checkpoint",
+        "tokenizer": "use --hf-checkpoint",
+        "served-model-name": "the model is served under the path of --hf-checkpoint",
+        "config": "use --config, which takes --vllm-* flags too",
+        "tensor-parallel-size": "use --rollout-num-gpus-per-engine",
+        "data-parallel-size": _PLACEMENT,
+        "data-parallel-rank": _PLACEMENT,
+        "device-ids": _PLACEMENT,
+        "nnodes": _PLACEMENT,
+        "node-rank": _PLACEMENT,
+        "master-addr": _ENGINE_ADDRESS,
+        "master-port": _ENGINE_PORTS,
+        "port": _ENGINE_PORTS,
+        "grpc-port": _ENGINE_PORTS,
+        "host": _ENGINE_ADDRESS,
+        "uds": _ENGINE_ADDRESS,
+        "headless": _ENGINE_ADDRESS,
+        "grpc": "vime speaks HTTP with its engines",
+        "api-key": "engines listen on loopback, or within the cluster",
+        "ssl-keyfile": "vime speaks plain HTTP with its engines",
+        "ssl-certfile": "vime speaks plain HTTP with its engines",
+        "seed": "use --rollout-seed",
+        "logprobs-mode": "it is processed_logprobs: the trainer uses the same definition",
+        "weight-transfer-config": _ENGINE_WEIGHTS,
+        "worker-extension-cls": _ENGINE_WEIGHTS,
+        "skip-tokenizer-init": "engines need the tokenizer to stop at texts",
+    },
+    "router": {
+        "host": "use --vllm-router-ip",
+        "port": "use --vllm-router-port",
+        "worker-urls": "the router gets the engines that vime starts",
+        "service-discovery": "the router gets the engines that vime starts",
+        "prometheus-port": "vime gives the router a free port for its metrics",
+        "mini-lb": _DISAGGREGATION,
+        "vllm-pd-disaggregation": _DISAGGREGATION,
+        "prefill": _DISAGGREGATION,
+        "decode": _DISAGGREGATION,
+        "prefill-policy": _DISAGGREGATION,
+        "decode-policy": _DISAGGREGATION,
+    },
+    "megatron": {
+        "variable-seq-lengths": "samples are always packed",
+        "hybrid-context-parallel": _SHARED_LAYOUT,
+        "pipeline-model-parallel-layout": _SHARED_LAYOUT,
+        "params-dtype": "use --bf16, --fp16 or --fp32",
+        "pipeline-dtype": "use --bf16, --fp16 or --fp32",
+        "autocast-dtype": "use --bf16, --fp16 or --fp32",
+        "activation-func": "config.json of --hf-checkpoint says it",
+        "use-cpu-initialization": "weights are loaded, never drawn",
+        "perform-initialization": "weights are loaded, never drawn",
+        "use-custom-fsdp": "this version shards by tensor and pipeline parallelism only",
+        "use-megatron-fsdp": "this version shards by tensor and pipeline parallelism only",
+    },
+}
+
+
+def why_owned(program: str, name: str, kind: str) -> str | None:
+    """What to use instead of a foreign flag, or None where the flag may be given."""
+    reason = OWNED[program].get(name)
+    return _OBJECT if reason is None and kind == "object" else reason

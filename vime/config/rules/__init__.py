@@ -1,0 +1,18 @@
+"""Rules that a configuration must keep, in the order in which their messages are shown, and warnings."""
+
+from vime.config.rules import batches, doubts, evaluation, files, layout, model, presence, ranges, supported
+from vime.config.rules.base import Rule, Violation
+
+RULES: tuple[Rule, ...] = (
+    *presence.RULES,
+    *ranges.RULES,
+    *batches.RULES,
+    *layout.RULES,
+    *evaluation.RULES,
+    *supported.RULES,
+    *files.RULES,
+    *model.RULES,
+)
+WARNINGS: tuple[Rule, ...] = doubts.WARNINGS
+
+__all__ = ["RULES", "WARNINGS", "Rule", "Violation"]

@@ -1,0 +1,33 @@
+"""What a rule is. Each is a pure function of a Config; all are evaluated, and none hides another.
+
+A rule meets configurations that are wrong in other ways: a required value may be None, and whatever was derived from it
+too. It stays silent about what it cannot judge, because another rule speaks about that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from vime.config.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One line for the user. ``about`` names attributes: when one of them could not be read, the line is not shown."""
+
+    message: str
+    about: tuple[str, ...] = ()
+
+
+Rule = Callable[[Config], Iterator[Violation]]
+
+
+def known(*values: object) -> bool:
+    """Whether no value is missing. (Fields are typed as they are in a valid Config, so None needs this detour.)"""
+    return all(value is not None for value in values)
+
+
+def option(name: str) -> str:
+    """rollout_batch_size → --rollout-batch-size"""
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,91 @@
+"""Warnings: what is allowed but seldom meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vime.config.config import Config
+from vime.config.foreign.megatron_lm import WITHOUT_EFFECT
+from vime.config.rules.base import Violation, option
+
+
+def single_sample(config: Config) -> Iterator[Violation]:
+    alone = config.rollout.n_samples_per_prompt == 1
+    if alone and config.algorithm.advantage_estimator == "grpo" and not config.algorithm.disable_rewards_normalization:
+        yield Violation(
+            "--n-samples-per-prompt 1 makes every advantage 0: a group of one is its own baseline; 8 is usual with grpo"
+        )
+
+
+def truncated_sampling(config: Config) -> Iterator[Violation]:
+    rollout = config.rollout
+    for name, value, free in (
+        ("rollout_top_p", rollout.rollout_top_p, 1),
+        ("rollout_top_k", rollout.rollout_top_k, -1),
+    ):
+        if value != free:
+            yield Violation(
+                f"{option(name)} {value}: the engine samples from fewer tokens than the trainer computes log-probs "
+                f"over; {free} is right for training (evaluations are free)"
+            )
+
+
+def reference_only_watched(config: Config) -> Iterator[Violation]:
+    if config.algorithm.use_kl_loss and config.algorithm.kl_loss_coef == 0:
+        yield Violation(
+            "--use-kl-loss with --kl-loss-coef 0 only reports the KL divergence, at the cost of the reference model's "
+            "memory and one more forward pass; leave --use-kl-loss out to save both"
+        )
+
+
+def evaluation_never_runs(config: Config) -> Iterator[Violation]:
+    if config.evaluation.eval_prompt_data and config.evaluation.eval_interval is None:
+        yield Violation("--eval-prompt-data without --eval-interval: no evaluation will run")
+
+
+def both_lengths(config: Config) -> Iterator[Violation]:
+    if config.rollout.num_rollout is not None and config.rollout.num_epoch is not None:
+        yield Violation(f"--num-epoch {config.rollout.num_epoch} is ignored: --num-rollout wins")
+
+
+def tokens_without_packing(config: Config) -> Iterator[Violation]:
+    if config.batch.max_tokens_per_gpu is not None and not config.batch.use_dynamic_batch_size:
+        yield Violation("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size")
+
+
+def without_effect(config: Config) -> Iterator[Violation]:
+    for name in WITHOUT_EFFECT:
+        if name in config.megatron:
+            yield Violation(f"{option(name)} has no effect: samples are packed, and the model's own context counts")
+
+
+def wandb_flags(config: Config) -> Iterator[Violation]:
+    if config.ops.use_wandb:
+        return
+    given = [name for name in config.origins if name.startswith("wandb_") and config.origins[name] != "default"]
+    if given:
+        yield Violation(f"{option(given[0])} has no effect without --use-wandb")
+
+
+def never_saved(config: Config) -> Iterator[Violation]:
+    if config.checkpoint.save is None and not (config.ops.debug_rollout_only or config.ops.debug_train_only):
+        yield Violation("without --save nothing of the trained model is kept")
+
+
+def sequence_parallel_advised(config: Config) -> Iterator[Violation]:
+    if config.parallel.tensor_model_parallel_size > 1 and not config.parallel.sequence_parallel:
+        yield Violation("--sequence-parallel saves memory with --tensor-model-parallel-size above 1")
+
+
+WARNINGS = (
+    single_sample,
+    truncated_sampling,
+    reference_only_watched,
+    evaluation_never_runs,
+    both_lengths,
+    tokens_without_packing,
+    without_effect,
+    wandb_flags,
+    never_saved,
+    sequence_parallel_advised,
+)

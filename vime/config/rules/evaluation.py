@@ -1,0 +1,28 @@
+"""Evaluation data sets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from vime.config.config import Config
+from vime.config.rules.base import Violation
+
+
+def interval_needs_data(config: Config) -> Iterator[Violation]:
+    evaluation = config.evaluation
+    replaced = config.hooks.eval_function_path is not None
+    if evaluation.eval_interval is not None and not evaluation.eval_prompt_data and not replaced:
+        yield Violation(
+            "--eval-interval needs --eval-prompt-data NAME FILE: what to evaluate on", ("eval_prompt_data",)
+        )
+
+
+def distinct_names(config: Config) -> Iterator[Violation]:
+    counts = Counter(name for name, _ in config.evaluation.eval_prompt_data)
+    for name, count in counts.items():
+        if count > 1:
+            yield Violation(f"--eval-prompt-data names {name!r} {count} times; each data set needs its own name")
+
+
+RULES = (interval_needs_data, distinct_names)

@@ -1,0 +1,90 @@
+"""Files and folders that must exist, or must not be overwritten."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from vime.config.config import Config
+from vime.config.rules.base import Violation, known
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+TRACKER = "latest_checkpointed_iteration.txt"
+SLICE = re.compile(r"@\[(-?\d*):(-?\d*)\]$")
+
+
+def hf_checkpoint(config: Config) -> Iterator[Violation]:
+    given = config.checkpoint.hf_checkpoint
+    if not known(given):
+        return
+    folder = Path(given)
+    if not folder.is_dir():
+        yield Violation(f"--hf-checkpoint {given}: no such folder (it must be a local one; `hf download` makes it)")
+        return
+    if not (folder / "config.json").is_file():
+        yield Violation(f"--hf-checkpoint {given}: there is no config.json in it")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        yield Violation(f"--hf-checkpoint {given}: there is no tokenizer in it ({', '.join(TOKENIZER_FILES)})")
+
+
+def ref_load(config: Config) -> Iterator[Violation]:
+    given = config.checkpoint.ref_load
+    if given is None:
+        return
+    folder = Path(given)
+    if not folder.is_dir():
+        yield Violation(f"--ref-load {given}: no such folder")
+    elif not (folder / TRACKER).is_file() and not (folder / "config.json").is_file():
+        yield Violation(
+            f"--ref-load {given}: neither a checkpoint ({TRACKER}) nor a Hugging Face folder (config.json)"
+            + (f"; give its parent {folder.parent}" if folder.name.startswith("iter_") else "")
+        )
+
+
+def load_is_a_root(config: Config) -> Iterator[Violation]:
+    for flag, given in (("--load", config.checkpoint.load), ("--save", config.checkpoint.save)):
+        if given is not None and re.fullmatch(r"iter_\d+", Path(given).name):
+            yield Violation(f"{flag} {given}: give the root {Path(given).parent}, and --ckpt-step to pick a step")
+
+
+def save_is_free(config: Config) -> Iterator[Violation]:
+    """A run never writes among an older run's checkpoints unless it resumes."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is None or checkpoint.load is not None:
+        return
+    folder = Path(checkpoint.save)
+    if folder.is_file():
+        yield Violation(f"--save {checkpoint.save}: this is a file, not a folder")
+    elif folder.is_dir() and any(each.name != "run" for each in folder.iterdir()):
+        yield Violation(
+            f"--save {checkpoint.save}: the folder is not empty; resume from it by --load {checkpoint.save}, "
+            "or give another one"
+        )
+
+
+def prompt_files(config: Config) -> Iterator[Violation]:
+    files = [("--prompt-data", config.data.prompt_data)]
+    files += [(f"--eval-prompt-data {name}", path) for name, path in config.evaluation.eval_prompt_data]
+    for flag, given in files:
+        if given is None:
+            continue
+        path = Path(SLICE.sub("", given))
+        if path.suffix not in (".jsonl", ".json"):
+            yield Violation(f"{flag} {given}: only .jsonl files are read")
+        elif not path.is_file():
+            yield Violation(f"{flag} {given}: no such file")
+
+
+def templates(config: Config) -> Iterator[Violation]:
+    given = {
+        "--save-hf": config.checkpoint.save_hf,
+        "--save-debug-rollout-data": config.ops.save_debug_rollout_data,
+        "--load-debug-rollout-data": config.ops.load_debug_rollout_data,
+    }
+    for flag, template in given.items():
+        if template is not None and "{rollout_id}" not in template:
+            yield Violation(f"{flag} {template}: it must contain {{rollout_id}}, which becomes the rollout's number")
+
+
+RULES = (hf_checkpoint, ref_load, load_is_a_root, save_is_free, prompt_files, templates)

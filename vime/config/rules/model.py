@@ -1,0 +1,131 @@
+"""Flags against the model of --hf-checkpoint: its config.json is right, flags only repeat it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vime.config.config import Config
+from vime.config.rules.base import Violation, known
+from vime.errors import UserError
+
+if TYPE_CHECKING:
+    from vime.models import ModelShape
+
+Expected = Callable[["ModelShape"], Any]
+
+EXPECTED: Mapping[str, tuple[str, Expected]] = {
+    "num_layers": ("--num-layers", lambda shape: shape.num_layers),
+    "hidden_size": ("--hidden-size", lambda shape: shape.hidden_size),
+    "ffn_hidden_size": ("--ffn-hidden-size", lambda shape: shape.ffn_hidden_size),
+    "num_attention_heads": ("--num-attention-heads", lambda shape: shape.num_attention_heads),
+    "num_query_groups": ("--num-query-groups", lambda shape: shape.num_query_groups),
+    "kv_channels": ("--kv-channels", lambda shape: shape.kv_channels),
+    "layernorm_epsilon": ("--norm-epsilon", lambda shape: shape.norm_epsilon),
+    "rotary_base": ("--rotary-base", lambda shape: shape.rotary_base),
+    "rope_scaling_factor": ("--rope-scaling-factor", lambda shape: shape.rope_scaling and shape.rope_scaling.factor),
+    "use_rope_scaling": ("--use-rope-scaling", lambda shape: shape.rope_scaling is not None),
+    "qk_layernorm": ("--qk-layernorm", lambda shape: shape.qk_layernorm),
+    "add_qkv_bias": ("--add-qkv-bias", lambda shape: shape.add_qkv_bias),
+    "untie_embeddings_and_output_weights": (
+        "--untie-embeddings-and-output-weights",
+        lambda shape: not shape.tie_word_embeddings,
+    ),
+    "normalization": ("--normalization", lambda shape: "RMSNorm"),
+    "swiglu": ("--swiglu", lambda shape: True),
+    "gated_linear_unit": ("--gated-linear-unit", lambda shape: True),
+    "add_bias_linear": ("--add-bias-linear", lambda shape: False),
+    "rotary_percent": ("--rotary-percent", lambda shape: 1.0),
+}
+"""By the key in ``config.megatron``: how to call the flag, and what the model says. Every supported family has RMSNorm,
+SwiGLU without biases, and full rotary positions."""
+
+
+def shape_of(config: Config) -> ModelShape | None:
+    """The model's shape; None where another rule already says that there is none to read."""
+    given = config.checkpoint.hf_checkpoint
+    if not known(given) or not (Path(given) / "config.json").is_file():
+        return None
+    from vime.models import load_shape
+
+    return load_shape(given)
+
+
+def matches_config_json(config: Config) -> Iterator[Violation]:
+    try:
+        shape = shape_of(config)
+    except UserError as error:
+        yield Violation(f"--hf-checkpoint: {error}")
+        return
+    if shape is None:
+        return
+    where = Path(config.checkpoint.hf_checkpoint) / "config.json"
+    for key, (flag, expected) in EXPECTED.items():
+        if key in config.megatron and config.megatron[key] != expected(shape):
+            yield Violation(f"{flag} {config.megatron[key]} differs from {where}, which says {expected(shape)}", (key,))
+    yield from _vocabulary(config, shape, where)
+
+
+def _vocabulary(config: Config, shape: ModelShape, where: Path) -> Iterator[Violation]:
+    """Megatron-LM's padded sizes are allowed, smaller ones are not."""
+    given = config.checkpoint.vocab_size
+    if given is not None and given < shape.vocab_size:
+        yield Violation(f"--vocab-size {given} is less than the {shape.vocab_size} of {where}", ("vocab_size",))
+
+
+def heads_by_rank(config: Config) -> Iterator[Violation]:
+    shape, size = _shape_or_none(config), config.parallel.tensor_model_parallel_size
+    if shape is None or size < 1:
+        return
+    for what, heads in (("attention heads", shape.num_attention_heads), ("key/value heads", shape.num_query_groups)):
+        if heads % size:
+            yield Violation(f"--tensor-model-parallel-size {size} does not divide the model's {heads} {what}")
+    engine = config.cluster.rollout_num_gpus_per_engine
+    if engine >= 1 and shape.num_attention_heads % engine:
+        yield Violation(
+            f"--rollout-num-gpus-per-engine {engine} does not divide the model's {shape.num_attention_heads} "
+            "attention heads"
+        )
+
+
+def prompts_fit(config: Config) -> Iterator[Violation]:
+    """A prompt must leave room for one token of response."""
+    limits = {
+        "--rollout-max-prompt-len": (config.data.rollout_max_prompt_len, config.rollout.rollout_max_context_len),
+        "--eval-max-prompt-len": (config.evaluation.eval_max_prompt_len, config.evaluation.eval_max_context_len),
+    }
+    for flag, (prompt, context) in limits.items():
+        if flag.startswith("--eval") and config.origins.get("eval_max_prompt_len", "").startswith("derived"):
+            continue
+        name, limit = min(_context_limits(config, context), key=lambda each: each[1], default=("", None))
+        if prompt is not None and limit is not None and prompt > limit - 1:
+            yield Violation(f"{flag} {prompt} must be at most {limit - 1}: {name} is {limit}, with one token to answer")
+
+
+def context_fits(config: Config) -> Iterator[Violation]:
+    context = config.rollout.rollout_max_context_len
+    for name, limit in _context_limits(config, None):
+        if context is not None and context > limit:
+            yield Violation(f"--rollout-max-context-len {context} is more than {name}, which is {limit}")
+
+
+def _context_limits(config: Config, context: int | None) -> Iterator[tuple[str, int]]:
+    if context is not None:
+        yield "the longest context", context
+    engine = str(config.vllm.get("max_model_len", ""))
+    if engine.isdigit():
+        yield "--vllm-max-model-len", int(engine)
+    shape = _shape_or_none(config)
+    if shape is not None and not engine:
+        yield "the model's context", shape.max_position_embeddings
+
+
+def _shape_or_none(config: Config) -> ModelShape | None:
+    try:
+        return shape_of(config)
+    except UserError:
+        return None
+
+
+RULES = (matches_config_json, heads_by_rank, prompts_fit, context_fits)

@@ -1,0 +1,96 @@
+"""Flags that must be there, and flags that need others."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from vime.config.config import OWN_FLAGS, Config
+from vime.config.rules.base import Violation
+
+
+def required_flags(config: Config) -> Iterator[Violation]:
+    values = config.flat()
+    for name, flag in OWN_FLAGS.items():
+        if flag.required and values[name] is None:
+            yield Violation(f"{flag.option} is required ({flag.help.rstrip('.')})", (name,))
+
+
+def run_length(config: Config) -> Iterator[Violation]:
+    rollout = config.rollout
+    if rollout.num_rollout is None and rollout.num_epoch is None:
+        yield Violation("--num-rollout or --num-epoch is required: how long the run is", ("num_rollout", "num_epoch"))
+    if rollout.num_rollout == 0 and config.evaluation.eval_interval is None:
+        yield Violation("--num-rollout 0 only evaluates: give --eval-interval and --eval-prompt-data")
+
+
+def prompts(config: Config) -> Iterator[Violation]:
+    replaced = config.hooks.data_source_path is not None or config.ops.debug_train_only
+    if config.data.prompt_data is None and not replaced:
+        yield Violation("--prompt-data is required (or --data-source-path): where the prompts come from")
+
+
+def rollout_slots(config: Config) -> Iterator[Violation]:
+    given: int | None = config.cluster.rollout_num_gpus
+    if given is None:
+        yield Violation(
+            "--rollout-num-gpus is required without --colocate: how many slots the engines get", ("rollout_num_gpus",)
+        )
+
+
+def grading(config: Config) -> Iterator[Violation]:
+    reward, hooks = config.reward, config.hooks
+    graded_elsewhere = hooks.custom_rm_path or hooks.custom_generate_function_path or hooks.rollout_function_path
+    if reward.rm_type is None and not graded_elsewhere and not config.ops.debug_train_only:
+        yield Violation("--rm-type or --custom-rm-path is required: how answers are graded", ("rm_type",))
+    if reward.rm_type is not None and reward.rm_type.endswith("remote_rm") and reward.rm_url is None:
+        yield Violation(f"--rm-type {reward.rm_type} needs --rm-url: the address of the reward service", ("rm_url",))
+    if reward.group_rm and hooks.custom_rm_path is None:
+        yield Violation("--group-rm needs --custom-rm-path: only a custom function can grade a whole group")
+
+
+def labels(config: Config) -> Iterator[Violation]:
+    rm_type = config.reward.rm_type
+    by_rule = rm_type is not None and not rm_type.endswith("remote_rm") and config.hooks.custom_rm_path is None
+    if by_rule and config.data.label_key is None and config.hooks.data_source_path is None:
+        yield Violation(f"--rm-type {rm_type} compares with a label: give --label-key", ("label_key",))
+
+
+def reference_model(config: Config) -> Iterator[Violation]:
+    algorithm = config.algorithm
+    if algorithm.kl_loss_coef != 0 and not algorithm.use_kl_loss:
+        yield Violation(f"--kl-loss-coef {algorithm.kl_loss_coef} needs --use-kl-loss")
+    if algorithm.needs_reference and config.checkpoint.ref_load is None:
+        named = config.checkpoint.hf_checkpoint or "FOLDER"
+        cause = "--use-kl-loss" if algorithm.use_kl_loss else "a KL coefficient"
+        yield Violation(f"{cause} needs a reference model: give --ref-load (--ref-load {named} will do)", ("ref_load",))
+
+
+def partners(config: Config) -> Iterator[Violation]:
+    if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
+        yield Violation("--save-interval needs --save: the folder for checkpoints", ("save",))
+    batch = config.batch
+    if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is None:
+        yield Violation(
+            "--use-dynamic-batch-size needs --max-tokens-per-gpu: how much to pack together", ("max_tokens_per_gpu",)
+        )
+    if config.engine.vllm_router_ip is not None and config.engine.vllm_router_port is None:
+        yield Violation("--vllm-router-ip needs --vllm-router-port", ("vllm_router_port",))
+
+
+def wandb_installed(config: Config) -> Iterator[Violation]:
+    if config.ops.use_wandb and importlib.util.find_spec("wandb") is None:
+        yield Violation('--use-wandb needs the package wandb, which is not installed: pip install "vime[wandb]"')
+
+
+RULES = (
+    required_flags,
+    run_length,
+    prompts,
+    rollout_slots,
+    grading,
+    labels,
+    reference_model,
+    partners,
+    wandb_installed,
+)

@@ -1,0 +1,37 @@
+"""What this version can be told but cannot do yet. To lift a limit, delete its line here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vime.config.config import Config
+from vime.config.rules.base import Violation, option
+
+ONLY: Mapping[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "ckpt_format": "torch_dist",
+    "kl_coef": 0.0,
+}
+"""The one value that each of these flags may have."""
+
+
+def not_yet(config: Config) -> Iterator[Violation]:
+    values = config.flat()
+    for name, only in ONLY.items():
+        derived = config.origins.get(name, "").startswith("derived")
+        if values[name] != only and not derived:
+            said = option(name) if values[name] is True else f"{option(name)} {values[name]}"
+            yield Violation(f"{said} is not yet supported by this version (only {_word(only)} is)", (name,))
+
+
+def _word(value: Any) -> str:
+    return "off" if value is False else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+RULES = (not_yet,)
