@@ -1,0 +1,124 @@
+"""The metric names of vime with their units, and the guard that keeps non-finite numbers out of files and curves.
+
+Names are a contract with users' dashboards: a name is added, never reused for something else. Users' hooks may log
+further names.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+__all__ = ["METRICS", "Metric", "describe", "split_finite"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric, or a family of them where the name holds ``{placeholders}``."""
+
+    name: str
+    unit: str  # empty: a plain number
+    description: str
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """What the names of the family look like."""
+        return re.compile(re.sub(r"\\\{\w+\\\}", "(.+)", re.escape(self.name)))
+
+
+def _family(prefix: str, rows: Iterable[tuple[str, str, str]]) -> list[Metric]:
+    return [Metric(f"{prefix}/{name}", unit, description) for name, unit, description in rows]
+
+
+_ROLLOUT = _family(
+    "rollout",
+    [
+        ("response_len/mean", "tokens", "Mean length of the responses."),
+        ("response_len/median", "tokens", "Median length of the responses."),
+        ("response_len/max", "tokens", "Longest response."),
+        ("response_len/min", "tokens", "Shortest response."),
+        ("truncated_ratio", "share", "Samples that ran into the length limit."),
+        ("aborted", "samples", "Samples that were interrupted."),
+        ("failed", "samples", "Samples that the engine or a hook failed on."),
+        ("raw_reward", "", "Mean reward before any normalisation, of the samples that have one."),
+        ("reward_errors", "samples", "Samples without a reward because the grader failed or ran out of time."),
+        ("invalid_answers", "samples", "Graded samples whose response holds no answer to grade."),
+        ("zero_std/count_{reward}", "groups", "Groups whose samples all got this reward, so they teach nothing."),
+        ("zero_std/ratio", "share", "Groups whose samples all got the same reward."),
+        ("repetition_frac", "share", "Responses that end in a repetition."),
+        ("passrate/pass@{k}", "share", "Chance that one of k answers to a prompt is right (unbiased estimate)."),
+        ("weight_version/min", "", "Oldest weights that sampled a token."),
+        ("weight_version/max", "", "Newest weights that sampled a token."),
+        ("mixed_version_ratio", "share", "Samples whose tokens come from more than one version of the weights."),
+        ("staleness/mean", "versions", "How far the weights of a token lag behind those that train on it, on average."),
+        ("staleness/max", "versions", "The largest such lag."),
+        ("log_probs", "nats", "Mean log-probability of the trained tokens before the update."),
+        ("ref_log_probs", "nats", "The same under the reference model."),
+        ("advantages", "", "Mean advantage of the trained tokens."),
+    ],
+)
+
+_PERF = _family(
+    "perf",
+    [
+        ("rollout_time", "s", "Wall time of the generation of the rollout, grading included."),
+        ("tokens_per_gpu_per_sec", "tokens/s", "Response tokens by generation time and engine slot."),
+        ("longest_sample_tokens_per_sec", "tokens/s", "Tokens of the longest response by generation time."),
+        ("update_weights_time", "s", "Wall time of the weight sync."),
+        ("actor_train_time", "s", "Wall time of the training of the actor on the rollout."),
+        ("actor_train_tflops", "TFLOP/s", "Floating-point operations of the actor's training by time and device."),
+        ("step_time", "s", "Wall time of the whole step: rollout, training and sync."),
+        ("phase_time/{phase}", "s", "Wall time of the step during which this phase was running."),
+        ("overhead_share", "share", "Part of the step spent outside generation, rewards, training and sync."),
+    ],
+)
+
+_TRAIN = _family(
+    "train",
+    [
+        ("loss", "", "The loss that was minimized."),
+        ("pg_loss", "", "Its policy-gradient part."),
+        ("entropy_loss", "nats", "Mean entropy of the policy at the trained tokens."),
+        ("pg_clipfrac", "share", "Trained tokens at which a clip decided the loss."),
+        ("ppo_kl", "nats", "Mean of log π_old - log π: how far the policy moved since the rollout."),
+        ("kl_loss", "nats", "Estimate of the KL divergence from the reference model, before its coefficient."),
+        ("log_ratio_clamped", "share", "Trained tokens whose log-ratio left the range of ±20."),
+        ("grad_norm", "", "Norm of the gradient before clipping."),
+        ("skipped_steps", "steps", "Optimizer steps left out because the gradient was not finite."),
+        ("lr", "", "Learning rate."),
+        ("train_rollout_logprob_abs_diff", "nats", "Mean |log π_train - log π_rollout| at the trained tokens."),
+        ("tis", "", "Mean truncated importance weight."),
+        ("tis_clipfrac", "share", "Trained tokens whose importance weight was truncated."),
+        ("ois", "", "Mean ratio of the policy to the one before the update."),
+    ],
+)
+
+_EVAL = _family(
+    "eval",
+    [
+        ("{name}-truncated_ratio", "share", "Samples of the set that ran into the length limit."),
+        ("{name}-response_len", "tokens", "Mean length of the responses to the set."),
+        ("{name}-graded", "samples", "Samples of the set that have a reward."),
+        ("{name}-errors", "samples", "Samples of the set that have none."),
+        ("{name}", "", "Mean reward on this evaluation set."),  # last: it matches the others too
+    ],
+)
+
+METRICS: tuple[Metric, ...] = (*_ROLLOUT, *_PERF, *_TRAIN, *_EVAL)
+
+
+def describe(name: str) -> Metric | None:
+    """The metric or family that ``name`` belongs to; None for a name that is not vime's own."""
+    return next((metric for metric in METRICS if metric.pattern.fullmatch(name)), None)
+
+
+def split_finite(metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+    """The finite metrics as plain floats, and the names of the others, sorted.
+
+    JSON has no NaN, and one NaN blanks a curve; but that there was one must be seen.
+    """
+    values = {name: float(value) for name, value in metrics.items()}
+    finite = {name: value for name, value in values.items() if math.isfinite(value)}
+    return finite, sorted(values.keys() - finite.keys())

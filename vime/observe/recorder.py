@@ -1,0 +1,187 @@
+"""The run's own record, in plain files under the run folder.
+
+    metrics.jsonl                   one JSON object a row: rollout_id, step, and metrics by name
+    samples/rollout_0000012.jsonl   one object a sample: prompt, response, reward …
+    samples/eval_NAME_0000020.jsonl the same for an evaluation
+    config.json                     the resolved configuration
+
+Every row is on its way to the disk when ``log`` returns. A run that resumes first cuts metrics.jsonl back to where its
+checkpoint was made, so no rollout has two rows; files of samples are replaced when their rollout runs again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from vime.observe.metrics import split_finite
+from vime.observe.trackers import Tracker
+from vime.types import Sample
+
+__all__ = ["RunRecorder"]
+
+
+class RunRecorder:
+    """Implements ``ports.Recorder``.
+
+    Args:
+        run_dir: made if missing.
+        trackers: where curves go besides; closed with the recorder.
+        report: takes one line for a person when a tracker fails. The run goes on.
+    """
+
+    def __init__(
+        self, run_dir: Path | str, *, trackers: Sequence[Tracker] = (), report: Callable[[str], None] = print
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._trackers = tuple(trackers)
+        self._report = report
+        self._failures: Counter[str] = Counter()
+        self._metrics: IO[bytes] | None = None
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.run_dir / "metrics.jsonl"
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Writes config.json. Secrets must have been masked."""
+        _write_whole(self.run_dir / "config.json", [json.dumps(_plain(config), indent=2) + "\n"])
+
+    def log(self, metrics: Mapping[str, float], *, rollout_id: int, step: int) -> None:
+        """Writes one row and passes it to the trackers.
+
+        Metrics that are not finite are left out and named under "nonfinite" in the row.
+
+        Raises:
+            OSError: the row cannot be written.
+        """
+        finite, nonfinite = split_finite(metrics)
+        row: dict[str, Any] = {"rollout_id": rollout_id, "step": step, **finite}
+        if nonfinite:
+            row["nonfinite"] = nonfinite
+        if self._metrics is None:
+            self._metrics = self._start_afresh()
+        self._metrics.write(json.dumps(row).encode() + b"\n")
+        self._metrics.flush()
+        for tracker in self._trackers:
+            self._guarded(tracker, partial(tracker.log, finite, rollout_id=rollout_id, step=step))
+
+    def samples(self, rollout_id: int, samples: Sequence[Sample], *, name: str = "rollout") -> None:
+        """Writes the samples of one rollout or evaluation, whole or not at all.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        path = self.run_dir / "samples" / f"{_file_name(name)}_{rollout_id:07d}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        _write_whole(path, (json.dumps(_sample_row(sample), ensure_ascii=False) + "\n" for sample in samples))
+
+    def position(self) -> int:
+        """How many bytes of metrics.jsonl there are, for the checkpoint."""
+        return self._metrics.tell() if self._metrics is not None else 0
+
+    def restore(self, position: int) -> None:
+        """Continues the file of an earlier run from a checkpoint's ``position``; what came after it is cut off.
+
+        Where the file is missing or shorter (another run folder), what there is stays. To be called before ``log``.
+        """
+        assert self._metrics is None, "restore comes before the first row"
+        self.metrics_path.touch()
+        self._metrics = self.metrics_path.open("r+b")
+        self._metrics.truncate(min(position, self._metrics.seek(0, os.SEEK_END)))
+        step = _last_step(self.metrics_path) + 1
+        self._metrics.seek(0, os.SEEK_END)
+        for tracker in self._trackers:
+            self._guarded(tracker, partial(tracker.resume, step))
+
+    def close(self) -> None:
+        """Closes file and trackers. Reports how many rows a failing tracker lost."""
+        for tracker in self._trackers:
+            self._guarded(tracker, tracker.close)
+            if self._failures[tracker.name] > 1:
+                self._report(f"{tracker.name} failed {self._failures[tracker.name]} times; metrics.jsonl is complete")
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _guarded(self, tracker: Tracker, action: Callable[[], None]) -> None:
+        """Runs what a tracker does. Its first failure is reported; each is counted."""
+        try:
+            action()
+        except Exception as error:
+            self._failures[tracker.name] += 1
+            if self._failures[tracker.name] == 1:
+                self._report(f"{tracker.name} failed: {type(error).__name__}: {error}; the run goes on without it")
+
+    def _start_afresh(self) -> IO[bytes]:
+        """A new file; rows of another run in the same folder move to metrics.1.jsonl and so on."""
+        if self.metrics_path.exists() and self.metrics_path.stat().st_size:
+            self.metrics_path.rename(_free_name(self.metrics_path))
+        return self.metrics_path.open("wb")
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (free := path.with_suffix(f".{number}{path.suffix}")).exists():
+        number += 1
+    return free
+
+
+def _last_step(path: Path) -> int:
+    """The step of the last row, -1 of an empty file."""
+    rows = path.read_bytes().splitlines()
+    return int(json.loads(rows[-1])["step"]) if rows else -1
+
+
+def _write_whole(path: Path, lines: Iterable[str]) -> None:
+    """Replaces the file at once, so that a reader never sees half of it."""
+    unfinished = path.with_name(path.name + ".tmp")
+    # half a surrogate pair has no bytes in UTF-8; its backslash form is what JSON calls it
+    with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(lines)
+    unfinished.replace(path)
+
+
+def _file_name(name: str) -> str:
+    return "".join(char if char.isalnum() or char in "-_." else "_" for char in name)
+
+
+def _sample_row(sample: Sample) -> dict[str, Any]:
+    """What a person wants to see of a sample. Token ids and log-probs are left to debug dumps."""
+    grade = sample.grade
+    return {
+        "index": sample.index,
+        "group_index": sample.group_index,
+        "prompt": _plain(sample.prompt),
+        "response": sample.response,
+        "label": sample.label,
+        "reward": _plain(sample.reward),
+        "grade": None
+        if grade is None
+        else {"status": grade.status.value, "score": grade.score, "detail": grade.detail},
+        "status": sample.status.value,
+        "prompt_length": sample.prompt_length,
+        "response_length": sample.response_length,
+        "weight_versions": sorted(set(sample.weight_versions)),
+        "removed": sample.remove_sample,
+        "metadata": _plain(sample.metadata),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON can hold it: arrays as lists, numbers that are not finite and other objects as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, str | int):
+        return value
+    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,149 @@
+"""Metrics of one rollout, computed from its groups. Pure functions; names and units in ``metrics``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import zlib
+from collections.abc import Callable, Sequence
+
+from vime.algorithms.rewards import zero_std_counts
+from vime.rollout.conversion import is_graded
+from vime.types import GradeStatus, Group, Sample, Status, WeightVersion, mean
+
+__all__ = ["pass_at_k", "pass_rates", "repeats_itself", "rollout_metrics"]
+
+Score = Callable[[Sample], float]
+"""The reward of a graded sample as one number."""
+
+
+def rollout_metrics(
+    groups: Sequence[Group],
+    seconds: float,
+    *,
+    score: Score,
+    engine_slots: int = 1,
+    version: WeightVersion | None = None,
+) -> dict[str, float]:
+    """All metrics of a rollout. What cannot be said of it (no sample, no version) is left out, never NaN.
+
+    Args:
+        groups: the kept groups, graded.
+        seconds: how long generation and grading took.
+        score: reads the reward of a graded sample.
+        engine_slots: GPUs of all engines together, or CPU slots where there are none.
+        version: of the weights that will train on the samples; None where versions are unknown.
+    """
+    samples = list(itertools.chain.from_iterable(groups))
+    if not samples:
+        return {"perf/rollout_time": seconds}
+    return (
+        _lengths(samples)
+        | _outcomes(samples)
+        | _rewards(groups, score)
+        | _versions(samples, version)
+        | _speed(samples, seconds, engine_slots)
+    )
+
+
+def _lengths(samples: Sequence[Sample]) -> dict[str, float]:
+    lengths = [sample.response_length for sample in samples]
+    return {
+        "rollout/response_len/mean": mean(lengths),
+        "rollout/response_len/median": float(statistics.median(lengths)),
+        "rollout/response_len/max": float(max(lengths)),
+        "rollout/response_len/min": float(min(lengths)),
+    }
+
+
+def _outcomes(samples: Sequence[Sample]) -> dict[str, float]:
+    statuses = [sample.status for sample in samples]
+    return {
+        "rollout/truncated_ratio": statuses.count(Status.TRUNCATED) / len(samples),
+        "rollout/aborted": float(statuses.count(Status.ABORTED)),
+        "rollout/failed": float(statuses.count(Status.FAILED)),
+        "rollout/repetition_frac": mean([float(repeats_itself(sample.response)) for sample in samples]),
+    }
+
+
+def _rewards(groups: Sequence[Group], score: Score) -> dict[str, float]:
+    samples = [(number, sample) for number, group in enumerate(groups) for sample in group]
+    grades = [sample.grade.status for _, sample in samples if sample.grade is not None]
+    counts = {
+        "rollout/reward_errors": float(grades.count(GradeStatus.ERROR)),
+        "rollout/invalid_answers": float(grades.count(GradeStatus.INVALID)),
+    }
+    graded = [(number, score(sample)) for number, sample in samples if is_graded(sample)]
+    if not graded:
+        return counts
+    numbers, rewards = zip(*graded, strict=True)
+    zero_std = zero_std_counts(rewards, numbers)
+    return (
+        counts
+        | {"rollout/raw_reward": mean(rewards)}
+        | {f"rollout/zero_std/count_{reward}": float(count) for reward, count in zero_std.items()}
+        | {"rollout/zero_std/ratio": sum(zero_std.values()) / len(set(numbers))}
+    )
+
+
+def _versions(samples: Sequence[Sample], version: WeightVersion | None) -> dict[str, float]:
+    versions = list(itertools.chain.from_iterable(sample.weight_versions for sample in samples))
+    if not versions:
+        return {}
+    metrics = {
+        "rollout/weight_version/min": float(min(versions)),
+        "rollout/weight_version/max": float(max(versions)),
+        "rollout/mixed_version_ratio": mean([float(len(set(sample.weight_versions)) > 1) for sample in samples]),
+    }
+    if version is not None:
+        metrics["rollout/staleness/mean"] = version - mean(versions)
+        metrics["rollout/staleness/max"] = float(version - min(versions))
+    return metrics
+
+
+def _speed(samples: Sequence[Sample], seconds: float, engine_slots: int) -> dict[str, float]:
+    if seconds <= 0:
+        return {"perf/rollout_time": 0.0}
+    lengths = [sample.response_length for sample in samples]
+    return {
+        "perf/rollout_time": seconds,
+        "perf/tokens_per_gpu_per_sec": sum(lengths) / seconds / engine_slots,
+        "perf/longest_sample_tokens_per_sec": max(lengths) / seconds,
+    }
+
+
+REPETITION_TAIL = 4096
+"""Characters at the end of a response that are looked at."""
+
+REPETITION_RATIO = 10.0
+"""Prose and code compress 2 to 4 times; a text that compresses 10 times says the same thing again and again."""
+
+
+def repeats_itself(response: str) -> bool:
+    """Whether the end of a response is a repetition, told by how well it compresses. Below 256 bytes: never."""
+    tail = response[-REPETITION_TAIL:].encode()
+    return len(tail) >= 256 and len(tail) / len(zlib.compress(tail)) > REPETITION_RATIO
+
+
+def pass_rates(groups: Sequence[Group], score: Score, *, solved: float = 1.0) -> dict[str, float]:
+    """``rollout/passrate/pass@k`` for k = 1, 2, 4 … up to the largest group (--log-passrate).
+
+    Each k takes the groups that have at least k graded samples. A sample whose reward is at least ``solved`` is right.
+    """
+    rewards = [[score(sample) for sample in group if is_graded(sample)] for group in groups]
+    outcomes = [(len(group), sum(reward >= solved for reward in group)) for group in rewards]
+    largest = max((count for count, _ in outcomes), default=0)
+    powers = [1 << exponent for exponent in range(largest.bit_length())]
+    return {
+        f"rollout/passrate/pass@{k}": mean([pass_at_k(count, right, k) for count, right in outcomes if count >= k])
+        for k in powers
+    }
+
+
+def pass_at_k(count: int, right: int, k: int) -> float:
+    """The chance that at least one of k answers, drawn from ``count`` of which ``right`` are right, is right.
+
+    ``1 - C(count - right, k) / C(count, k)``, https://arxiv.org/abs/2107.03374, equation 1.
+    """
+    return 1.0 - math.comb(count - right, k) / math.comb(count, k)
