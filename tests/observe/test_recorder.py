@@ -1,0 +1,176 @@
+"""The run's files: complete rows, nothing doubled after a resume, trackers that may fail."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from vime.observe.recorder import RunRecorder
+from vime.types import Grade, Sample, Status
+
+
+def rows(recorder):
+    return [json.loads(line) for line in recorder.metrics_path.read_text().splitlines()]
+
+
+class Memory:
+    """A tracker that remembers, and fails when told to."""
+
+    name = "memory"
+
+    def __init__(self, fails=()):
+        self.logged, self.resumed, self.closed, self.fails = [], None, False, fails
+
+    def resume(self, step):
+        self.resumed = step
+
+    def log(self, metrics, *, rollout_id, step):
+        if step in self.fails:
+            raise ConnectionError("no route")
+        self.logged.append((rollout_id, step, dict(metrics)))
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_row_holds_ids_and_metrics_and_is_on_disk_at_once(tmp_path):
+    recorder = RunRecorder(tmp_path / "run")
+    recorder.log({"train/loss": 0.5}, rollout_id=2, step=7)
+    assert rows(recorder) == [{"rollout_id": 2, "step": 7, "train/loss": 0.5}]
+
+
+def test_what_is_not_finite_is_named_and_never_written(tmp_path):
+    memory = Memory()
+    recorder = RunRecorder(tmp_path, trackers=[memory])
+    recorder.log({"train/loss": math.nan, "train/lr": 1e-6}, rollout_id=0, step=0)
+    assert rows(recorder) == [{"rollout_id": 0, "step": 0, "train/lr": 1e-6, "nonfinite": ["train/loss"]}]
+    assert memory.logged == [(0, 0, {"train/lr": 1e-6})]
+
+
+def test_a_resumed_run_cuts_off_what_came_after_its_checkpoint(tmp_path):
+    first = RunRecorder(tmp_path)
+    first.log({"train/loss": 1}, rollout_id=0, step=0)
+    first.log({"train/loss": 2}, rollout_id=1, step=1)
+    position = first.position()
+    first.log({"train/loss": 3}, rollout_id=2, step=2)
+
+    memory = Memory()
+    second = RunRecorder(tmp_path, trackers=[memory])
+    second.restore(position)
+    second.log({"train/loss": 30}, rollout_id=2, step=2)
+    assert [row["train/loss"] for row in rows(second)] == [1, 2, 30]
+    assert memory.resumed == 2
+    assert second.position() > position
+
+
+def test_a_row_half_written_by_a_killed_run_goes_too(tmp_path):
+    first = RunRecorder(tmp_path)
+    first.log({"a": 1}, rollout_id=0, step=0)
+    position = first.position()
+    with first.metrics_path.open("a") as file:
+        file.write('{"rollout_id": 1, "st')
+    second = RunRecorder(tmp_path)
+    second.restore(position)
+    second.log({"a": 2}, rollout_id=1, step=1)
+    assert [row["a"] for row in rows(second)] == [1, 2]
+
+
+def test_resuming_into_another_folder_starts_its_file(tmp_path):
+    recorder = RunRecorder(tmp_path)
+    recorder.restore(5000)
+    recorder.log({"a": 1}, rollout_id=9, step=9)
+    assert [row["rollout_id"] for row in rows(recorder)] == [9]
+
+
+def test_a_fresh_run_in_a_used_folder_keeps_the_old_rows_aside(tmp_path):
+    for number in range(3):
+        recorder = RunRecorder(tmp_path)
+        recorder.log({"run": number}, rollout_id=0, step=0)
+        recorder.close()
+    assert [row["run"] for row in rows(recorder)] == [2]
+    assert json.loads((tmp_path / "metrics.1.jsonl").read_text())["run"] == 0
+    assert json.loads((tmp_path / "metrics.2.jsonl").read_text())["run"] == 1
+
+
+def test_a_failing_tracker_is_reported_once_and_the_others_go_on(tmp_path):
+    lines, broken, good = [], Memory(fails={0, 1}), Memory()
+    recorder = RunRecorder(tmp_path, trackers=[broken, good], report=lines.append)
+    for step in range(3):
+        recorder.log({"a": step}, rollout_id=step, step=step)
+    assert lines == ["memory failed: ConnectionError: no route; the run goes on without it"]
+    assert len(good.logged) == len(rows(recorder)) == 3
+    assert len(broken.logged) == 1
+    recorder.close()
+    assert lines[1:] == ["memory failed 2 times; metrics.jsonl is complete"] * 2  # both are called "memory"
+    assert good.closed
+    assert broken.closed
+
+
+def test_samples_are_written_for_people_to_read(tmp_path):
+    sample = Sample(
+        group_index=3,
+        index=13,
+        prompt=[{"role": "user", "content": "3+4?"}],
+        tokens=[1, 2, 3, 4],
+        response="π = 7",
+        response_length=2,
+        label="7",
+        reward=1.0,
+        grade=Grade(score=1.0, detail="7"),
+        status=Status.TRUNCATED,
+        weight_versions=[5, 6],
+        metadata={"level": np.int64(3), "scores": np.array([1.0, np.nan])},
+    )
+    RunRecorder(tmp_path).samples(12, [sample])
+    text = (tmp_path / "samples" / "rollout_0000012.jsonl").read_text()
+    assert "π" in text
+    assert json.loads(text) == {
+        "index": 13,
+        "group_index": 3,
+        "prompt": [{"role": "user", "content": "3+4?"}],
+        "response": "π = 7",
+        "label": "7",
+        "reward": 1.0,
+        "grade": {"status": "scored", "score": 1.0, "detail": "7"},
+        "status": "truncated",
+        "prompt_length": 2,
+        "response_length": 2,
+        "weight_versions": [5, 6],
+        "removed": False,
+        "metadata": {"level": 3, "scores": [1.0, "nan"]},
+    }
+
+
+def test_samples_of_a_rollout_that_runs_again_replace_the_old_ones(tmp_path):
+    recorder = RunRecorder(tmp_path)
+    recorder.samples(0, [Sample(), Sample()])
+    recorder.samples(0, [Sample()])
+    assert len((tmp_path / "samples" / "rollout_0000000.jsonl").read_text().splitlines()) == 1
+
+
+def test_samples_of_an_evaluation_stand_apart(tmp_path):
+    RunRecorder(tmp_path).samples(20, [Sample()], name="eval_aime/2024")
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["eval_aime_2024_0000020.jsonl"]
+
+
+def test_odd_text_in_a_sample_does_no_harm(tmp_path):
+    RunRecorder(tmp_path).samples(0, [Sample(response="\ud83d \u2028 \x00", reward={"score": math.inf, "who": object})])
+    row = json.loads((tmp_path / "samples" / "rollout_0000000.jsonl").read_bytes())
+    assert row["response"] == "\ud83d \u2028 \x00"
+    assert row["reward"] == {"score": "inf", "who": "<class 'object'>"}
+
+
+def test_the_resolved_configuration_is_kept(tmp_path):
+    RunRecorder(tmp_path).write_config({"batch": {"global_batch_size": 8}, "path": tmp_path})
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        "batch": {"global_batch_size": 8},
+        "path": str(tmp_path),
+    }
+
+
+def test_metrics_that_cannot_be_written_end_the_run_loudly(tmp_path):
+    recorder = RunRecorder(tmp_path)
+    recorder.metrics_path.mkdir()  # a folder where the file belongs
+    with pytest.raises(IsADirectoryError):
+        recorder.restore(0)
