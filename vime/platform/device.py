@@ -1,0 +1,93 @@
+"""The device that this process computes on, and the few verbs that differ from one kind of device to another."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Platform", "current"]
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """One kind of device.
+
+    Everything that a caller may want to know is an attribute here, named for what it means to the caller.
+    """
+
+    name: str  # "cpu" or "cuda"
+    backend: str  # of torch.distributed
+    segment_kernel: bool  # there is a fused attention kernel for packed segments (flash attention)
+    fp32_matmul_output: bool  # a 16-bit matrix product can write its fp32 accumulator
+
+    def device(self, local_rank: int = 0) -> torch.device:
+        """The device of the process with this rank on its machine."""
+        return (
+            torch.device("cpu") if self.name == "cpu" else torch.device("cuda", local_rank % torch.cuda.device_count())
+        )
+
+    def claim(self, *, local_rank: int, threads: int | None = None) -> torch.device:
+        """Makes this process use its device, and ``threads`` CPU threads (default: OMP_NUM_THREADS, else torch's choice).
+
+        Ray sets OMP_NUM_THREADS to 1 for every actor, so whoever places processes says how many threads each may have.
+        """
+        if threads is not None:
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+            torch.set_num_threads(threads)
+        device = self.device(local_rank)
+        if self.name == "cuda":
+            torch.cuda.set_device(device)
+        return device
+
+    def synchronize(self) -> None:
+        """Waits until the device has done what was queued, so that a clock read afterwards is right."""
+        if self.name == "cuda":
+            torch.cuda.synchronize()
+
+    def release_cached_memory(self) -> None:
+        if self.name == "cuda":
+            torch.cuda.empty_cache()
+
+    def memory_gib(self) -> dict[str, float]:
+        """Memory of this process in GiB: ``allocated`` and ``peak``. On a CPU both are of the resident set."""
+        if self.name == "cuda":
+            now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        else:
+            now, peak = _resident_bytes(), _peak_resident_bytes()
+        return {"allocated": now / 2**30, "peak": peak / 2**30}
+
+    def bind_loopback(self, master_addr: str) -> None:
+        """Keeps gloo on the loopback interface when all processes are on this machine; it would take the first one."""
+        if master_addr in ("127.0.0.1", "localhost"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+    def prepare_megatron(self) -> None:
+        """Must run before Megatron builds a model. Idempotent; does nothing on CUDA."""
+        if self.name == "cpu":
+            from vime.platform.megatron_on_cpu import apply_patches
+
+            apply_patches()
+
+
+CPU = Platform(name="cpu", backend="gloo", segment_kernel=False, fp32_matmul_output=False)
+CUDA = Platform(name="cuda", backend="cpu:gloo,cuda:nccl", segment_kernel=True, fp32_matmul_output=True)
+
+
+@functools.cache
+def current() -> Platform:
+    """CUDA where torch sees a GPU, else the CPU."""
+    return CUDA if torch.cuda.is_available() else CPU
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _peak_resident_bytes() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

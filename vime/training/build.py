@@ -1,0 +1,181 @@
+"""Megatron's model, optimizer and learning-rate scheduler, from the shape of the model and the configuration.
+
+What the user gave as a Megatron flag (``config.megatron``) wins over what is derived here; each value goes to the
+Megatron configuration classes that have a field of its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from vime.config import Config
+from vime.models import ModelShape
+from vime.platform import current
+from vime.platform.megatron_adam import use_adam
+from vime.training.layers.rope import Rope
+from vime.training.layers.spec import Modules, decoder_spec, modules
+from vime.training.model import PolicyModel
+from vime.training.optimizer import GroupAdam
+
+__all__ = ["build_chunks", "build_optimizer", "build_scheduler", "make_rope", "transformer_config"]
+
+
+def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
+    """The model as Megatron describes it, with the layout and precision of ``config.parallel``."""
+    parallel = config.parallel
+    stages = parallel.pipeline_model_parallel_size
+    on_cpu = current().name == "cpu"
+    fields: dict[str, Any] = shape.transformer_fields() | {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "sequence_parallel": parallel.sequence_parallel,
+        "pipeline_model_parallel_size": stages,
+        "context_parallel_size": parallel.context_parallel_size,
+        "recompute_granularity": parallel.recompute_granularity,
+        "recompute_method": parallel.recompute_method,
+        "recompute_num_layers": parallel.recompute_num_layers,
+        **precision_fields(config),
+        "transformer_impl": _implementation(config),
+        "use_cpu_initialization": on_cpu,
+        "perform_initialization": False,  # every weight is loaded
+        "gradient_accumulation_fusion": False,
+        "variable_seq_lengths": stages > 1,  # packs differ in length
+        "moe_token_dispatcher_type": "alltoall",  # asked for by variable_seq_lengths, dense models too
+        "attention_softmax_in_fp32": True,
+    }
+    return TransformerConfig(**fields | _fields_of(TransformerConfig, config.megatron, fields))
+
+
+def precision_fields(config: Config) -> dict[str, Any]:
+    dtype = getattr(torch, config.parallel.dtype_name)
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+    }
+
+
+def build_chunks(shape: ModelShape, config: Config, *, trainable: bool = True) -> list[Any]:
+    """The model chunks of this rank (one, or one a virtual pipeline stage), wrapped for mixed precision and gradients.
+
+    Weights are not initialised: load them before anything else.
+    """
+    megatron = transformer_config(shape, config)
+    blocks = modules(megatron.transformer_impl)
+    stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    virtual: list[int | None] = [None] if stages is None else list(range(stages))
+    chunks = [_build_chunk(shape, config, megatron, blocks, stage) for stage in virtual]
+    if not trainable:
+        return chunks
+    gradients = _gradient_config(config)
+    wrapped = [
+        DistributedDataParallel(megatron, gradients, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
+    ]
+    megatron.finalize_model_grads_func = finalize_model_grads
+    if gradients.overlap_grad_reduce:
+        syncs = [chunk.no_sync for chunk in wrapped]
+        megatron.no_sync_func = syncs[0] if len(syncs) == 1 else syncs
+    return wrapped
+
+
+def _build_chunk(
+    shape: ModelShape, config: Config, megatron: TransformerConfig, blocks: Modules, vp_stage: int | None
+) -> Any:
+    virtual = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    fields = shape.gpt_fields()
+    if blocks.rotates:  # Megatron shall not do it again
+        fields["position_embedding_type"] = "none"
+    model = PolicyModel(
+        megatron,
+        decoder_spec(megatron, blocks, vp_stage),
+        vocab_size=shape.padded_vocab_size(
+            config.parallel.tensor_model_parallel_size, config.checkpoint.make_vocab_size_divisible_by
+        ),
+        pre_process=parallel_state.is_pipeline_first_stage(**virtual),
+        post_process=parallel_state.is_pipeline_last_stage(**virtual),
+        vp_stage=vp_stage,
+        **fields,
+    )
+    model.tokens_in_vocabulary = shape.vocab_size
+    return Float16Module(megatron, model) if megatron.bf16 or megatron.fp16 else model
+
+
+def make_rope(shape: ModelShape, config: Config) -> Rope | None:
+    """The rotary positions that come with each micro-batch; None when the attention modules rotate by themselves."""
+    if not modules(_implementation(config)).rotates:
+        return None
+    return Rope(head_dim=shape.kv_channels, base=shape.rotary_base, scaling=shape.rope_scaling)
+
+
+def _implementation(config: Config) -> str:
+    return str(config.megatron.get("transformer_impl", "local"))
+
+
+def _gradient_config(config: Config) -> DistributedDataParallelConfig:
+    fields: dict[str, Any] = {
+        "use_distributed_optimizer": config.parallel.use_distributed_optimizer,
+        "grad_reduce_in_fp32": True,
+    }
+    return DistributedDataParallelConfig(**fields | _fields_of(DistributedDataParallelConfig, config.megatron, fields))
+
+
+def build_optimizer(chunks: list[Any], config: Config) -> Any:
+    """AdamW with fp32 main weights; norms and biases are not decayed. The chunks must have their weights by now."""
+    use_adam(GroupAdam)
+    ours = config.optimizer
+    precision = precision_fields(config)
+    fields: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": ours.lr,
+        "min_lr": ours.min_lr,
+        "weight_decay": ours.weight_decay,
+        "adam_beta1": ours.adam_beta1,
+        "adam_beta2": ours.adam_beta2,
+        "adam_eps": ours.adam_eps,
+        "clip_grad": ours.clip_grad,
+        "params_dtype": precision["params_dtype"],
+        "bf16": precision["bf16"],
+        "fp16": precision["fp16"],
+        "use_distributed_optimizer": config.parallel.use_distributed_optimizer,
+    }
+    settings = OptimizerConfig(**fields | _fields_of(OptimizerConfig, config.megatron, fields))
+    optimizer = get_megatron_optimizer(settings, chunks, config_overrides=get_standard_config_overrides(settings))
+    for chunk in chunks:
+        chunk.config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def build_scheduler(optimizer: Any, config: Config, *, total_steps: int) -> OptimizerParamScheduler:
+    """Learning rate by optimizer steps; one step of the scheduler is one step of the optimizer."""
+    ours = config.optimizer
+    decay = max(ours.lr_decay_iters or total_steps, 1)
+    warmup = int(ours.lr_warmup_fraction * decay) if ours.lr_warmup_fraction is not None else ours.lr_warmup_iters
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=ours.lr_warmup_init,
+        max_lr=ours.lr,
+        min_lr=ours.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(decay, warmup + 1),
+        lr_decay_style=ours.lr_decay_style,
+        start_wd=ours.weight_decay,
+        end_wd=ours.weight_decay,
+        wd_incr_steps=max(decay, 1),
+        wd_incr_style="constant",
+    )
+
+
+def _fields_of(kind: type[Any], given: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user gave for this Megatron class, without what vime derives: there its own flags decide."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in given.items() if name in known and name not in derived}

@@ -1,0 +1,95 @@
+"""The decoder layer, put together from Megatron's parts and vime's.
+
+Parameter names do not depend on the choice of modules: norm and linear stay apart also with Transformer Engine, whose
+fused module would rename the norm's weight.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from vime.training.layers.attention import Attention
+from vime.training.layers.norm import Norm
+
+__all__ = ["Modules", "decoder_spec", "modules"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modules:
+    """The building blocks of a layer."""
+
+    column_linear: type[Any] = ColumnParallelLinear
+    row_linear: type[Any] = RowParallelLinear
+    norm: type[Any] = Norm
+    attention: type[Any] = Attention
+
+    @property
+    def rotates(self) -> bool:
+        """Whether the attention applies the rotary positions itself, from the segments."""
+        return self.attention is Attention
+
+
+def modules(implementation: str = "local") -> Modules:
+    """The blocks of ``--transformer-impl``: "local" runs everywhere, "transformer_engine" needs that package.
+
+    Raises:
+        ValueError: transformer_engine is asked for and not installed.
+    """
+    if implementation != "transformer_engine":
+        return Modules()
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ValueError("--transformer-impl transformer_engine: the package transformer-engine is not installed")
+    from megatron.core.extensions import transformer_engine as te
+
+    return Modules(
+        column_linear=te.TEColumnParallelLinear,
+        row_linear=te.TERowParallelLinear,
+        norm=te.TENorm,
+        attention=te.TEDotProductAttention,
+    )
+
+
+def decoder_spec(config: TransformerConfig, blocks: Modules, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage and the last norm."""
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=blocks.norm,
+            self_attention=_attention(config, blocks),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=blocks.norm,
+            mlp=ModuleSpec(
+                module=MLP, submodules=MLPSubmodules(linear_fc1=blocks.column_linear, linear_fc2=blocks.row_linear)
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=blocks.norm)
+
+
+def _attention(config: TransformerConfig, blocks: Modules) -> ModuleSpec:
+    head_norm = blocks.norm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=blocks.column_linear,
+            core_attention=blocks.attention,
+            linear_proj=blocks.row_linear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )

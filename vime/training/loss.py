@@ -1,0 +1,109 @@
+"""The objective of one micro-batch: its part of the loss of the whole step, and its part of every metric.
+
+Loss and metrics are partial sums with the weights of ``vime.algorithms.reduce``; adding up the parts of all micro-batches
+and ranks gives exactly the value of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vime.algorithms import reduce
+from vime.algorithms.kl import kl
+from vime.algorithms.policy_loss import ClipRange, policy_loss
+from vime.config import Config
+from vime.training.logprobs import TokenLogProbs
+from vime.training.packing import MicroBatch
+from vime.types import TrainStep
+
+__all__ = ["Given", "LossSettings", "Partial", "make_reduction", "policy_objective"]
+
+ABS_DIFF = "train/train_rollout_logprob_abs_diff"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """The terms of the loss."""
+
+    clip: ClipRange
+    kl_kind: str
+    kl_coef: float  # of the KL term in the loss; 0 reports it only
+    entropy_coef: float
+    per_token: bool  # weigh tokens alike, not samples
+
+    @classmethod
+    def of(cls, config: Config) -> LossSettings:
+        algorithm = config.algorithm
+        return cls(
+            clip=ClipRange(low=algorithm.eps_clip, high=algorithm.eps_clip_high, dual=algorithm.eps_clip_c),
+            kl_kind=algorithm.kl_loss_type,
+            kl_coef=algorithm.kl_loss_coef,
+            entropy_coef=algorithm.entropy_coef,
+            per_token=config.batch.calculate_per_token_loss,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Given:
+    """What is known of the tokens of a micro-batch before its training pass, each float32 [T]."""
+
+    advantages_t: Tensor
+    old_log_probs_t: Tensor | None = None  # None: the policy has not moved, so they are the current ones
+    ref_log_probs_t: Tensor | None = None  # None: there is no KL term
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A micro-batch's part of the metrics of a step, by name."""
+
+    sums: dict[str, Tensor]  # to be added up
+    maxima: dict[str, Tensor]
+
+
+def make_reduction(batch: MicroBatch, step: TrainStep, *, per_token: bool) -> reduce.Reduction:
+    """The weights of this micro-batch's tokens in the whole step."""
+    if per_token:
+        return reduce.per_token(batch.mask_t, num_tokens=step.num_tokens)
+    return reduce.per_sample(batch.mask_t, batch.lengths_n, num_samples=step.num_samples)
+
+
+def policy_objective(
+    answer: TokenLogProbs, batch: MicroBatch, given: Given, mean: reduce.Reduction, settings: LossSettings
+) -> tuple[Tensor, Partial]:
+    """``mean(L) - entropy_coef mean(H) + kl_coef mean(KL)``, this micro-batch's part, and the metrics that belong to it."""
+    log_probs = answer.log_probs_t
+    old = log_probs.detach() if given.old_log_probs_t is None else given.old_log_probs_t
+    surrogate = policy_loss(log_probs, old, given.advantages_t, settings.clip)
+    pg_loss, entropy = mean(surrogate.loss_t), mean(answer.entropy_t)
+    loss = pg_loss - settings.entropy_coef * entropy if settings.entropy_coef else pg_loss
+    sums = {
+        "train/pg_loss": pg_loss,
+        "train/entropy_loss": entropy,
+        "train/pg_clipfrac": mean(surrogate.clipped_t),
+        "train/ppo_kl": mean(old - log_probs),
+        "train/log_ratio_clamped": mean(surrogate.clamped_t),
+        "rollout/log_probs": mean(old),
+        "rollout/advantages": mean(given.advantages_t),
+    }
+    if given.ref_log_probs_t is not None:
+        kl_loss = mean(kl(log_probs, given.ref_log_probs_t, settings.kl_kind).values_t)
+        loss = loss + settings.kl_coef * kl_loss if settings.kl_coef else loss
+        sums |= {"train/kl_loss": kl_loss, "rollout/ref_log_probs": mean(given.ref_log_probs_t)}
+    maxima = _compare_with_rollout(old, batch, mean, sums)
+    sums["train/loss"] = loss
+    return loss, Partial({name: value.detach() for name, value in sums.items()}, maxima)
+
+
+def _compare_with_rollout(
+    old: Tensor, batch: MicroBatch, mean: reduce.Reduction, sums: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """How far the engine's log-probs are from those of the trainer with the weights that it sampled from."""
+    if batch.rollout_log_probs_t is None:
+        return {}
+    difference = (old.detach() - batch.rollout_log_probs_t).abs()
+    sums[ABS_DIFF] = mean(difference)
+    sums["rollout/rollout_log_probs"] = mean(batch.rollout_log_probs_t)
+    return {f"{ABS_DIFF}_max": torch.where(batch.mask_t, difference, 0.0).amax()}

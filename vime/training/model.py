@@ -1,0 +1,93 @@
+"""Megatron's GPT model whose last stage answers with log-probabilities instead of logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from vime.training.logprobs import TokenLogProbs, Vocabulary, token_log_probs
+from vime.training.packing import MicroBatch
+
+__all__ = ["PolicyModel", "Question", "run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the last stage is asked: the log-probabilities of ``targets_t`` after ``predictors_t``."""
+
+    predictors_t: Tensor  # int64, positions in the pack
+    targets_t: Tensor  # int64, token ids
+    temperature: float
+
+
+class PolicyModel(GPTModel):
+    """A causal language model. Its last pipeline stage returns log-probability and entropy, stacked: float32 [2, T].
+
+    The output layer is part of the model's forward pass (and not of the loss), so that Megatron's hooks which gather
+    its weights and reduce its gradients see it used.
+    """
+
+    tokens_in_vocabulary: int  # without the rows that only pad
+
+    def _postprocess(self, hidden_states: Tensor, labels: Question, **_: Any) -> Tensor:  # type: ignore[override]
+        """Megatron hands the output of the decoder [L, 1, H] to this method, and ``labels`` as they were given."""
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
+        else:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
+        hidden_th = _Pick.apply(hidden_states.squeeze(1), labels.predictors_t)
+        weight = self.output_weight()
+        answer = token_log_probs(
+            hidden_th, weight, labels.targets_t, self._vocabulary(len(weight)), temperature=labels.temperature
+        )
+        return torch.stack(answer)
+
+    def output_weight(self) -> Tensor:
+        """The rows of the output layer on this rank, [V, H]; those of the embedding when the two are tied."""
+        tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
+
+    def _vocabulary(self, rows: int) -> Vocabulary:
+        group = parallel_state.get_tensor_model_parallel_group()
+        return Vocabulary.shard(self.tokens_in_vocabulary, rows, group.rank(), group if group.size() > 1 else None)
+
+
+class _Pick(torch.autograd.Function):
+    """Rows by distinct indices; backward copies where ``index_select`` would add row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape = rows.shape
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (index,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.shape).index_copy_(0, index, gradient), None
+
+
+def run(chunk: Any, batch: MicroBatch, temperature: float) -> Tensor:
+    """The forward pass of one (wrapped) model chunk; on the last stage split the answer by ``answer_of``."""
+    question = Question(batch.predictors_t, batch.targets_t, temperature)
+    output: Tensor = chunk(
+        batch.tokens_l[None], batch.positions_l[None], None, labels=question, packed_seq_params=batch.segments
+    )
+    return output
+
+
+def answer_of(output: Tensor) -> TokenLogProbs:
+    """What the last stage returned, by name."""
+    return TokenLogProbs(*output.unbind(0))

@@ -1,0 +1,65 @@
+"""AdamW in the shape of Apex's FusedAdam, and Megatron's optimizer and learning-rate scheduler around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["GroupAdam"]
+
+
+class GroupAdam(torch.optim.Optimizer):
+    """AdamW that counts steps once a parameter group, by torch's fused kernel.
+
+    Megatron has two code paths: for Apex's and Transformer Engine's FusedAdam, and for torch's AdamW. Only the first one
+    saves and loads distributed checkpoints reliably: with AdamW's one ``step`` tensor a parameter, loading fails on a
+    fresh optimizer. This class takes the first path without either package, on any device.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+    ) -> None:
+        if not adam_w_mode:
+            raise ValueError("only AdamW, with decoupled weight decay, is implemented")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "gradients are computed by Megatron's schedules"
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                group["step"] = int(group.get("step", 0)) + 1
+                self._update(group, parameters)
+
+    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        for parameter in parameters:
+            if "exp_avg" not in self.state[parameter]:
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+                self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
+        beta1, beta2 = group["betas"]
+        step = torch.tensor(float(group["step"])).to(parameters[0].device)
+        torch._fused_adamw_(
+            parameters,
+            [parameter.grad for parameter in parameters],
+            [self.state[parameter]["exp_avg"] for parameter in parameters],
+            [self.state[parameter]["exp_avg_sq"] for parameter in parameters],
+            [],
+            [step] * len(parameters),
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )

@@ -1,0 +1,54 @@
+"""The process group of the trainer and Megatron's division of it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from vime.config import Config
+from vime.platform import current
+
+__all__ = ["connect", "disconnect"]
+
+
+def connect(config: Config, *, rank: int, world_size: int, master_addr: str, master_port: int) -> torch.device:
+    """Joins the other ranks and returns the device of this one. Rank 0 listens on ``master_port``.
+
+    Raises:
+        torch.distributed.DistStoreError: the others did not come within --distributed-timeout-minutes.
+    """
+    platform = current()
+    platform.prepare_megatron()
+    platform.bind_loopback(master_addr)
+    device = platform.claim(local_rank=int(os.environ.get("LOCAL_RANK", rank)))
+    timeout = datetime.timedelta(minutes=config.cluster.distributed_timeout_minutes)
+    dist.init_process_group(
+        platform.backend,
+        init_method=f"tcp://{master_addr}:{master_port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+    parallel = config.parallel
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.megatron.get("virtual_pipeline_model_parallel_size"),
+        context_parallel_size=parallel.context_parallel_size,
+        distributed_timeout_minutes=config.cluster.distributed_timeout_minutes,
+        create_gloo_process_groups=True,
+    )
+    torch.manual_seed(parallel.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(parallel.seed)
+    return device
+
+
+def disconnect() -> None:
+    """Leaves the process group, so that this process could join another one."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,118 @@
+"""One optimizer step: forward and backward over the micro-batches, exact means over ranks, a guarded update."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
+
+from vime.training.forward import run_schedule
+from vime.training.loss import Given, LossSettings, Partial, make_reduction, policy_objective
+from vime.training.model import answer_of, run
+from vime.training.packing import MicroBatch
+from vime.types import TrainStep
+
+__all__ = ["Learner"]
+
+logger = logging.getLogger(__name__)
+
+Work = tuple[MicroBatch, Given]
+
+
+@dataclass(slots=True, kw_only=True)
+class Learner:
+    """What one optimizer step needs: the model, its optimizer and the objective."""
+
+    chunks: Sequence[Any]
+    optimizer: Any
+    scheduler: Any
+    settings: LossSettings
+    temperature: float
+
+    def step(self, work: Sequence[Work], step: TrainStep) -> dict[str, float]:
+        """One update from this rank's micro-batches; every rank returns the metrics of the whole step.
+
+        A loss or gradient that is not finite leaves weights, moments and learning rate as they were, and is counted in
+        ``train/skipped_steps``.
+        """
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        parts = run_schedule(self.chunks, work, self._forward(step, len(work)), forward_only=False)
+        metrics = total(parts)
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        updated, norm = apply_gradients(self.optimizer)
+        if updated:
+            self.scheduler.step(increment=1)
+        else:
+            logger.warning("step skipped: loss %s, gradient norm %s", metrics.get("train/loss"), norm)
+        return metrics | {
+            "train/grad_norm": norm,
+            "train/lr": learning_rate,
+            "train/skipped_steps": float(not updated),
+        }
+
+    def _forward(self, step: TrainStep, micro_batches: int) -> Callable[[Work, Any], Any]:
+        """Megatron divides a loss by the tokens that come with it (1 here), by the number of micro-batches, and its
+        gradients by the ranks that average them. Ours is a part of a sum, so it is multiplied by all of that first."""
+        ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        one = torch.ones((), dtype=torch.int)
+
+        def forward(work: Work, chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            batch, given = work
+
+            def loss(output: Tensor) -> tuple[Tensor, Tensor, Partial]:
+                mean = make_reduction(batch, step, per_token=self.settings.per_token)
+                value, partial = policy_objective(answer_of(output), batch, given, mean, self.settings)
+                return value * (micro_batches * ranks), one, partial
+
+            return run(chunk, batch, self.temperature), loss
+
+        return forward
+
+
+def apply_gradients(optimizer: Any) -> tuple[bool, float]:
+    """Clips by the global norm and updates, unless the norm is not finite. Returns whether it did, and the norm before.
+
+    Megatron's own ``step`` would update with NaN: it looks for it only when it scales the loss.
+    """
+    if optimizer.prepare_grads():
+        return False, math.nan  # float16: the scaled loss overflowed, and the scale has been lowered
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        return False, norm
+    for part in optimizer.chained_optimizers:
+        parameters = part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
+    return bool(optimizer.step_with_ready_grads()), norm
+
+
+def total(parts: Sequence[Partial]) -> dict[str, float]:
+    """Adds up the parts of all micro-batches and data-parallel ranks; the last pipeline stage tells the others."""
+    sums = _combined([part.sums for part in parts], torch.sum, dist.ReduceOp.SUM)
+    maxima = _combined([part.maxima for part in parts], torch.amax, dist.ReduceOp.MAX)
+    message = [sums | maxima]
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(message, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+    return message[0]
+
+
+def _combined(parts: Sequence[dict[str, Tensor]], combine: Callable[..., Tensor], operation: Any) -> dict[str, float]:
+    """Every rank of the stage has the same names, because all samples of a rollout are alike in what they carry."""
+    if not parts or not parts[0]:
+        return {}
+    names = list(parts[0])
+    table = torch.stack([torch.stack([part[name].double() for name in names]) for part in parts])
+    values = combine(table, 0)
+    dist.all_reduce(values, op=operation, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return dict(zip(names, values.tolist(), strict=True))
