@@ -131,7 +131,7 @@ class Config:
                 "origin": self.origins.get(name, "default"),
             }
         for name, value in self.custom.items():
-            known["custom"][name] = {"value": value, "origin": self.ops.custom_config_path}
+            known["custom"][name] = {"value": shown(name, value), "origin": self.ops.custom_config_path}
         return {section: entries for section, entries in known.items() if entries}
 
     def _section_of(self, name: str) -> str:
@@ -140,7 +140,14 @@ class Config:
         return next((p for p in ("vllm", "router") if name.startswith(f"{p}_")), "megatron")
 
 
+SECRET_ENDINGS = ("api_key", "_token", "_secret", "_password")
+
+
 def shown(name: str, value: Any) -> Any:
-    """A value as it may be printed and stored."""
-    secret = (name in OWN_FLAGS and OWN_FLAGS[name].secret) or name.endswith(("api_key", "_token"))
-    return MASK if secret and value is not None else value
+    """A value as it may be printed and stored: secrets are masked, also inside a mapping of environment variables."""
+    secret = (name in OWN_FLAGS and OWN_FLAGS[name].secret) or name.lower().endswith(SECRET_ENDINGS)
+    if secret and value is not None:
+        return MASK
+    if isinstance(value, Mapping):
+        return {key: shown(key, each) for key, each in value.items()}
+    return value

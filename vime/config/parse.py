@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vime.config.config import OWN_FLAGS, Config, FrozenMap
 from vime.config.derive import derive
+from vime.config.flags import Flag
 from vime.config.reading import Draft, read, yaml_entries
 from vime.config.rules import RULES, WARNINGS, Rule
 from vime.config.sections import SECTIONS
@@ -51,8 +52,14 @@ def parse_config(argv: Sequence[str]) -> Config:
 
 
 def parse_or_exit(argv: Sequence[str]) -> Config:
-    """For programs: prints warnings and mistakes to stderr, one a line, and exits with 1 if there are mistakes."""
-    resolution = resolve(argv)
+    """For programs: prints warnings and mistakes to stderr, one a line, and exits with 1 if there are mistakes.
+
+    Custom functions are imported and checked too, before anything starts.
+    """
+    if "-h" in argv or "--help" in argv:
+        print(help_text())
+        raise SystemExit(0)
+    resolution = with_hooks_checked(resolve(argv))
     for warning in resolution.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     for violation in resolution.violations:
@@ -60,6 +67,46 @@ def parse_or_exit(argv: Sequence[str]) -> Config:
     if resolution.violations:
         raise SystemExit(1)
     return resolution.config
+
+
+def with_hooks_checked(resolution: Resolution) -> Resolution:
+    """The same, with what is wrong about its custom functions; they are imported for this."""
+    from vime.plugins import resolve_hooks
+
+    try:
+        resolve_hooks(resolution.config)
+    except UserError as error:
+        return replace(resolution, violations=(*resolution.violations, *str(error).splitlines()))
+    return resolution
+
+
+def help_text() -> str:
+    """All flags of vime itself by section, and a word on those that are passed through."""
+    lines: list[str] = []
+    for section in SECTIONS:
+        lines.append(f"{section}:")
+        for flag in OWN_FLAGS.values():
+            if flag.section == section:
+                lines += [f"  {flag.option}  {_default(flag)}", f"      {flag.help}"]
+        lines.append("")
+    return "\n".join([*lines, PASSED_THROUGH])
+
+
+PASSED_THROUGH = """further:
+  --config FILE.yaml
+      The same names, in kebab case or with underscores; the command line wins.
+  --vllm-X, --no-vllm-X, --router-X
+      Every flag X of vLLM's API server and of vllm-router which vime does not decide itself.
+  --X
+      Every field of Megatron-core's configuration classes, and Megatron-LM's names for them."""
+
+
+def _default(flag: Flag) -> str:
+    if flag.required:
+        return "(required)"
+    if flag.derived is not None:
+        return f"(default: {flag.derived})"
+    return f"(default: {flag.default})" if flag.default not in (None, (), {}) else ""
 
 
 def _build(values: dict[str, Any], draft: Draft, custom: dict[str, Any]) -> Config:

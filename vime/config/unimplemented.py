@@ -10,7 +10,7 @@ _BY_TOPIC = {
     "data": "multimodal-keys disable-rollout-global-dataset loss-mask-type loss-type",
     "sampling": "over-sampling-batch-size dynamic-sampling-filter-path partial-rollout "
     "mask-offpolicy-in-partial-rollout buffer-filter-path rollout-all-samples-process-path rollout-sample-hook "
-    "update-weights-interval eval-config",
+    "update-weights-interval",
     "algorithms": "use-unbiased-kl disable-compute-advantages-and-returns use-tis tis-clip tis-clip-low "
     "custom-tis-function-path get-mismatch-metrics use-rollout-logprobs use-rollout-entropy use-opsm opsm-delta "
     "keep-old-actor ref-update-interval use-opd opd-type opd-kl-coef opd-teacher-load custom-loss-function-path "

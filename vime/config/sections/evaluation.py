@@ -15,6 +15,9 @@ class Evaluation:
     eval_prompt_data: tuple[tuple[str, str], ...] = flag(
         (), help="Name and .jsonl file of a data set; may be repeated, or hold several pairs."
     )
+    eval_config: str | None = flag(
+        None, help="YAML with data sets, each with its own sampling parameters; see ``vime.config.eval_datasets``."
+    )
     n_samples_per_eval_prompt: int = flag(1, help="Answers to each prompt.")
     eval_max_response_len: int = derived("rollout-max-response-len", help="Most tokens of one response.")
     eval_temperature: float = derived("rollout-temperature", help="Sampling temperature; 0 takes the likeliest token.")

@@ -1,0 +1,92 @@
+"""``vime explain FLAGS [--json]``: every value and its origin, then what is wrong. Exits with 1 if anything is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from vime.config import Config, help_text, resolve
+from vime.config.parse import Resolution, with_hooks_checked
+
+Entries = Mapping[str, Mapping[str, Any]]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Takes the flags of ``train.py``, and ``--json`` for a table that programs can read."""
+    if "-h" in argv or "--help" in argv:
+        print(f"usage: vime explain FLAGS [--json]\n\nThe flags are those of train.py:\n\n{help_text()}")
+        return 0
+    resolution = with_hooks_checked(resolve([word for word in argv if word != "--json"]))
+    if "--json" in argv:
+        print(json.dumps(as_dict(resolution), indent=2, default=str))
+    else:
+        show(resolution)
+    return 1 if resolution.violations else 0
+
+
+def as_dict(resolution: Resolution) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    return {
+        "config": resolution.config.to_dict(),
+        "violations": list(resolution.violations),
+        "warnings": list(resolution.warnings),
+    }
+
+
+def show(resolution: Resolution) -> None:
+    """Prints the table and then one line for each warning and violation."""
+    if sys.stdout.isatty():
+        show_rich(resolution.config)
+    else:
+        print("\n".join(plain_lines(resolution.config)))
+    for warning in resolution.warnings:
+        print(f"warning: {warning}")
+    for violation in resolution.violations:
+        print(f"error: {violation}")
+
+
+def plain_lines(config: Config) -> Iterator[str]:
+    """Aligned columns: flag, value, origin; an empty line after each section."""
+    for section, entries in config.to_dict().items():
+        yield f"[{section}]"
+        flags = {name: (as_flag(name), as_word(entry["value"]), entry["origin"]) for name, entry in entries.items()}
+        widths = [max(len(row[column]) for row in flags.values()) for column in (0, 1)]
+        for flag, value, origin in flags.values():
+            yield f"{flag:<{widths[0]}}  {value:<{widths[1]}}  {origin}"
+        yield ""
+
+
+def show_rich(config: Config) -> None:
+    """The same on a terminal; what is not a default stands out."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    for section, entries in config.to_dict().items():
+        table = Table(title=section, title_justify="left", box=None, header_style="dim", pad_edge=False)
+        for column in ("flag", "value", "origin"):
+            table.add_column(column, overflow="fold")
+        for name, entry in entries.items():
+            style = "dim" if entry["origin"] == "default" else "bold"
+            cells = (as_flag(name), as_word(entry["value"]), entry["origin"])
+            table.add_row(*(Text(cell, style=style) for cell in cells))
+        console.print(table)
+        console.print()
+
+
+def as_flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def as_word(value: Any) -> str:
+    """A value about as it would be written on the command line."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple | list):
+        return " ".join(as_word(each) for each in value) or "-"
+    return json.dumps(value) if isinstance(value, dict) else str(value)
