@@ -88,12 +88,13 @@ def test_the_display_shows_phase_place_and_metrics():
     progress = Progress(10, clock=clock, console=terminal())
     with progress.phase("generate"):
         progress.update({**METRICS, "rollout/raw_reward": 0.2}, rollout_id=0)
+        clock.now += 14
         progress.update(METRICS, rollout_id=1)
-        clock.now += 12
+        clock.now += 3
         first, second, third = shown(progress)
     assert first.startswith("rollout 3 of 10")
-    assert "generate 12.0 s" in first
-    assert "left 48.0 s" in first  # 12 s for 2 rollouts, 8 to go
+    assert "generate 17.0 s" in first
+    assert "left 53.0 s" in first  # 7 s a rollout, 8 to go, the next one 3 s under way
     assert second.strip() == "reward 0.400  ▁█"
     assert third.strip() == "length 812  max 2048  1,234 tokens/s/slot  log-prob difference 0.0123"
 
@@ -141,13 +142,6 @@ def test_metrics_that_are_not_finite_do_not_stop_the_display():
     progress.update(METRICS, rollout_id=0)
     progress.update({"rollout/raw_reward": math.nan, "perf/step_time": math.inf}, rollout_id=1)
     assert "reward 0.400" in shown(progress)[1]
-
-
-def test_results_of_an_evaluation_get_a_line():
-    console = plain_console()
-    progress = Progress(10, clock=Clock(), console=console)
-    progress.update({"eval/math": 0.5, "eval/math-errors": 0, "eval/math-greedy": 0.625})
-    assert written(console) == ["evaluation: math 0.500, math-greedy 0.625"]
 
 
 def test_on_a_terminal_log_lines_stand_above_the_display():

@@ -16,7 +16,7 @@ __all__ = ["PhaseTimer", "StepTimes"]
 WORK = frozenset({"generate", "reward", "train", "sync"})
 """What a step is for."""
 
-APART = frozenset({"evaluate"})
+APART = frozenset({"start", "evaluate"})
 """What belongs to no step: a second in which nothing but this runs counts neither as work nor as overhead."""
 
 
@@ -25,13 +25,13 @@ class StepTimes:
     """The times of one step, in seconds."""
 
     seconds: Mapping[str, float]  # by phase
-    wall: float  # since the last lap, evaluations included
+    wall: float  # since the last lap
     work: float  # during which at least one phase of WORK ran
-    apart: float  # during which only phases of APART ran
+    apart: float  # during which nothing but start-up or evaluation ran
 
     @property
     def step(self) -> float:
-        """Wall time of the step without evaluations."""
+        """Wall time of the step, without start-up and evaluations."""
         return self.wall - self.apart
 
     @property

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vime.observe.metrics import split_finite
-from vime.observe.summary import Summary, duration, eval_results
+from vime.observe.summary import Summary, duration
 
 __all__ = ["Progress", "sparkline"]
 
@@ -45,7 +45,7 @@ class Progress:
         self._clock = clock
         self._start = self._rollout = start
         self._console = console or Console(highlight=False, soft_wrap=False)
-        self._began = clock()
+        self._began = self._last_end = clock()
         self._phases: tuple[tuple[str, float], ...] = ()  # running ones and when they began, oldest first
         self._seen: set[str] = set()
         # what the drawing thread reads is replaced, never changed in place
@@ -78,19 +78,19 @@ class Progress:
             self._phases = _without(self._phases, entry)
 
     def update(self, metrics: Mapping[str, float], *, rollout_id: int | None = None) -> None:
-        """Shows new values of metrics; results of evaluations get a line of their own.
+        """Shows new values of metrics.
 
         With ``rollout_id`` that rollout is over: the count goes up and, without a display, a line is written.
         """
         finite, _ = split_finite(metrics)
         self._metrics = {**self._metrics, **finite}
-        if rollout_id is not None:
-            self._rollout = rollout_id + 1
-            self._rewards = (*self._rewards, *([finite[REWARD]] if REWARD in finite else []))[-TREND:]
-            if self._live is None:
-                self.log(self._line(rollout_id))
-        if results := eval_results(finite):
-            self.log("evaluation: " + ", ".join(f"{name} {reward:.3f}" for name, reward in results.items()))
+        if rollout_id is None:
+            return
+        self._rollout = rollout_id + 1
+        self._last_end = self._clock()
+        self._rewards = (*self._rewards, *([finite[REWARD]] if REWARD in finite else []))[-TREND:]
+        if self._live is None:
+            self.log(self._line(rollout_id))
 
     def log(self, line: str) -> None:
         """Writes one line, above the display where there is one."""
@@ -120,8 +120,12 @@ class Progress:
         return "  ".join(filter(None, parts))
 
     def _time_left(self) -> str:
+        """As long as the finished rollouts took, each; while one is running the time counts down."""
         done, left = self._rollout - self._start, self._total - self._rollout
-        return f"left {duration((self._clock() - self._began) / done * left)}" if done and left else ""
+        if not (done and left):
+            return ""
+        each = (self._last_end - self._began) / done
+        return f"left {duration(max(each * left - (self._clock() - self._last_end), 0))}"
 
     def _display(self) -> RenderableType:
         """Always three lines, each cut at the width of the terminal: a display that changes its height flickers."""

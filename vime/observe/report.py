@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from vime.observe.phases import PhaseTimer
 from vime.observe.progress import Progress
 from vime.observe.recorder import RunRecorder
-from vime.observe.summary import Summary, eval_rows
+from vime.observe.summary import Summary, eval_results, eval_rows
 from vime.types import RolloutBatch, TrainResult
 
 __all__ = ["RunReport"]
@@ -51,14 +51,13 @@ class RunReport:
         self._recorder.log(metrics, rollout_id=rollout_id, step=self.steps)
         self._last_evals = metrics
         self.first_evals = self.first_evals or metrics
-        means = "  ".join(f"{row.name} {row.end:.3f}" for row in eval_rows({}, metrics) if row.end is not None)
+        means = "  ".join(f"{name} {value:.3f}" for name, value in eval_results(metrics).items())
         self._progress.log(f"evaluation before rollout {rollout_id + 1}: {means}")
         self._progress.update(metrics)
 
     def trained(self, batch: RolloutBatch, result: TrainResult) -> None:
         """Writes one row an optimizer step; the last one also has what is said of the rollout as a whole."""
         whole = {**batch.metrics, **self._timer.lap().metrics()}
-        whole |= {f"perf/{name}_time": seconds for name, seconds in result.seconds.items()}
         if "perf/phase_time/sync" in whole:
             whole["perf/update_weights_time"] = whole["perf/phase_time/sync"]
         for number, step in enumerate(result.steps, start=1):
