@@ -13,15 +13,19 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vime.errors import UserError
+from vime.plugins import CONTRACTS, Hooks, accepted_keywords, load_checked
 from vime.ports import GraderPool
 from vime.rewards import registry
 from vime.rewards.extract import last_boxed
 from vime.rewards.remote_rm import RemoteReward
 from vime.rewards.values import RewardFailed, set_error, set_value
 from vime.types import Sample, Status
+
+if TYPE_CHECKING:
+    from vime.config import Config
 
 _log = logging.getLogger(__name__)
 
@@ -57,11 +61,9 @@ class _Hook:
     @classmethod
     def of(cls, function: CustomReward, name: str) -> _Hook:
         """Raises UserError where the function is not asynchronous."""
-        call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
-        if not inspect.iscoroutinefunction(call):
+        if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
             raise UserError(f"{name} must be an async function (async def f(args, sample))")
-        parameters = inspect.signature(function).parameters
-        return cls(function, name, "evaluation" in parameters)
+        return cls(function, name, bool(accepted_keywords(function, ("evaluation",))))
 
     async def __call__(self, args: Any, what: Sample | list[Sample], evaluation: bool) -> Any:
         keywords = {"evaluation": evaluation} if self.takes_evaluation else {}
@@ -102,6 +104,19 @@ class RewardHub:
         self._logged: set[str] = set()
         if settings.rm_type is not None:
             registry.check(settings.rm_type)
+
+    @classmethod
+    def from_config(cls, config: Config, pool: GraderPool, hooks: Hooks) -> RewardHub:
+        """The hub that the flags describe."""
+        contract = CONTRACTS["custom_rm_path"]
+        return cls(
+            config.reward,
+            pool,
+            args=config.args,
+            custom_rm=hooks.custom_rm,
+            custom_rm_name=config.hooks.custom_rm_path or "",
+            resolve=lambda path: load_checked(path, "custom_rm_path", contract),
+        )
 
     @property
     def by_group(self) -> bool:

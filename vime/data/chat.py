@@ -1,0 +1,106 @@
+"""From a row's prompt to text and token ids.
+
+Two steps, because hooks see what is between them. ``render`` makes of a row's prompt what ``Sample.prompt`` holds: with
+the chat template on, the finished text (a string prompt is one user message), else the prompt as it stands in the file.
+``encode`` makes token ids of a ``Sample.prompt``. A finished text already has its special tokens, so none are added.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from vime.errors import UserError
+from vime.types import Message
+
+_BATCH = 1024
+
+
+class PromptEncoder:
+    """Renders and tokenizes prompts.
+
+    Args:
+        tokenizer: of transformers.
+        apply_chat_template: ``--apply-chat-template``.
+        template_kwargs: further arguments of the template, e.g. ``{"enable_thinking": false}``.
+        tool_key: where the metadata hold the tool definitions for the template.
+
+    Raises:
+        UserError: the template is wanted, but the tokenizer has none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        apply_chat_template: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        tool_key: str = "tools",
+    ) -> None:
+        if apply_chat_template and not getattr(tokenizer, "chat_template", None):
+            raise UserError("--apply-chat-template: the tokenizer has no chat template")
+        self._tokenizer = tokenizer
+        self._apply = apply_chat_template
+        self._template_kwargs = dict(template_kwargs or {})
+        self._tool_key = tool_key
+
+    def render(self, prompt: str | list[Message], metadata: Mapping[str, Any]) -> str | list[Message]:
+        """What ``Sample.prompt`` holds for a row.
+
+        Raises:
+            UserError: the template refuses the messages.
+        """
+        return self._rendered(prompt, metadata) if self._apply else prompt
+
+    def encode(self, prompt: str | list[Message]) -> list[int]:
+        """Token ids of a ``Sample.prompt``.
+
+        Raises:
+            UserError: it is a list of messages and there is no template to render it with.
+        """
+        if not isinstance(prompt, str):
+            if not self._apply:
+                raise UserError(
+                    "the prompt is a list of messages: set --apply-chat-template, or generate by "
+                    "--custom-generate-function-path"
+                )
+            prompt = self._rendered(prompt, {})
+        return next(self._tokenized([prompt]))
+
+    def lengths(self, prompts: Iterable[tuple[str | list[Message], Mapping[str, Any]]]) -> Iterator[int]:
+        """Tokens of each (row's prompt, metadata).
+
+        A list of messages that stays a list is measured through the tokenizer's template where it has one, else as 0.
+        """
+        texts = (self._measurable(prompt, metadata) for prompt, metadata in prompts)
+        while batch := list(islice(texts, _BATCH)):
+            yield from (len(ids) for ids in self._tokenized(batch))
+
+    def _measurable(self, prompt: str | list[Message], metadata: Mapping[str, Any]) -> str:
+        if self._apply or (not isinstance(prompt, str) and getattr(self._tokenizer, "chat_template", None)):
+            return self._rendered(prompt, metadata)
+        return prompt if isinstance(prompt, str) else ""
+
+    def _rendered(self, prompt: str | list[Message], metadata: Mapping[str, Any]) -> str:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [{key: value for key, value in message.items() if key != "step_loss_mask"} for message in messages],
+                tools=self._tools(metadata),
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._template_kwargs,
+            )
+        except Exception as error:  # templates raise what they like
+            raise UserError(f"the chat template refuses the prompt: {type(error).__name__}: {error}") from error
+        return text
+
+    def _tools(self, metadata: Mapping[str, Any]) -> Any:
+        tools = metadata.get(self._tool_key)
+        return json.loads(tools) if isinstance(tools, str) else tools
+
+    def _tokenized(self, texts: list[str]) -> Iterator[list[int]]:
+        encoded = self._tokenizer(texts, add_special_tokens=not self._apply, verbose=False)
+        return iter(encoded["input_ids"])

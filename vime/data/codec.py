@@ -1,0 +1,46 @@
+"""Samples as JSON, for checkpoints and dumps; every field survives."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from vime.errors import UserError
+from vime.rewards.wire import grade_from_json, grade_to_json
+from vime.types import Sample, Status
+
+
+def sample_to_json(sample: Sample) -> dict[str, Any]:
+    """All fields of a sample as JSON values. Nothing is copied.
+
+    Raises:
+        UserError: a field, e.g. a metadata value that a hook put there, is nothing that JSON can hold.
+    """
+    record = {each.name: getattr(sample, each.name) for each in dataclasses.fields(sample)}
+    record["status"] = sample.status.value
+    record["grade"] = grade_to_json(sample.grade) if sample.grade is not None else None
+    for name, value in record.items():
+        _check(sample, name, value)
+    return record
+
+
+def sample_from_json(record: dict[str, Any]) -> Sample:
+    """The sample of ``sample_to_json``. Tuples have become lists, and keys of dicts strings."""
+    grade = record["grade"]
+    fields = {
+        **record,
+        "status": Status(record["status"]),
+        "grade": grade_from_json(grade) if grade is not None else None,
+    }
+    return Sample(**fields)
+
+
+def _check(sample: Sample, name: str, value: Any) -> None:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{sample.name}: {name} cannot be kept in a checkpoint ({error}); samples that go back to the data source "
+            "may hold only numbers, texts, lists and dicts"
+        ) from None

@@ -1,0 +1,242 @@
+"""Where prompts come from: a file that is read over and over, and a buffer of groups that were not finished.
+
+Invariants:
+* the order of prompts depends on the file, the seed and the epoch alone, never on who asks when;
+* each group drawn has a group index, and each of its samples an index, that no other of the run has;
+* state and file together give the very same future after a restart.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vime.data import jsonl
+from vime.data.chat import PromptEncoder
+from vime.data.codec import sample_from_json, sample_to_json
+from vime.data.jsonl import Keys, Row
+from vime.errors import UserError
+from vime.rewards import registry
+from vime.types import Group, Sample
+
+if TYPE_CHECKING:
+    from vime.config import Config
+
+_log = logging.getLogger(__name__)
+
+BufferFilter = Callable[[list[Group], int], list[Group]]
+"""(buffer, how many groups are wanted) → at most so many groups, which it has removed from the buffer."""
+
+
+def pop_first(buffer: list[Group], count: int) -> list[Group]:
+    """Takes the groups that have waited longest."""
+    taken = buffer[:count]
+    del buffer[:count]
+    return taken
+
+
+class PromptSource:
+    """Draws groups of samples from a file of prompts; implements ``ports.DataSource``.
+
+    Fresh samples have no tokens yet; a continued one has its prompt and what was generated so far.
+
+    Args:
+        spec: path of the file, perhaps with a slice.
+        encoder: renders prompts, and measures them where ``max_prompt_len`` is given.
+        n_samples: size of a group.
+        seed: of the order of prompts.
+        shuffle: permute the prompts anew in each epoch, by seed + epoch; else the order is the file's.
+        max_prompt_len: longer prompts (in tokens) are dropped.
+        needs_label: whether a row without a label is bad.
+        skip_bad_rows: leave bad rows out, with a warning, instead of raising.
+        buffer_filter: which groups of the buffer are continued first.
+
+    Raises:
+        UserError: bad rows (one line each), no rows, or only prompts that are too long.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        *,
+        encoder: PromptEncoder,
+        keys: Keys,
+        n_samples: int = 1,
+        seed: int = 42,
+        shuffle: bool = False,
+        max_prompt_len: int | None = None,
+        needs_label: bool = False,
+        skip_bad_rows: bool = False,
+        buffer_filter: BufferFilter = pop_first,
+    ) -> None:
+        file = jsonl.load(spec, keys, needs_label=needs_label)
+        if not skip_bad_rows:
+            file.require_good()
+        self._spec = spec
+        self._digest = file.digest
+        self._rows = fitting_rows(file.rows, encoder, max_prompt_len) if max_prompt_len is not None else file.rows
+        self.skipped, self.dropped = len(file.bad), len(file.rows) - len(self._rows)
+        self._report(max_prompt_len)
+        self._encoder = encoder
+        self._n_samples = n_samples
+        self._seed = seed
+        self._shuffle = shuffle
+        self._buffer_filter = buffer_filter
+        self._buffer: list[Group] = []
+        self._epoch = self._cursor = self._next_group_index = self._next_index = 0
+        self._order = self._order_of(0)
+
+    @classmethod
+    def from_config(
+        cls, config: Config, encoder: PromptEncoder, *, buffer_filter: BufferFilter = pop_first
+    ) -> PromptSource:
+        """The source of ``--prompt-data``.
+
+        Raises:
+            UserError: as the constructor, or there is no --prompt-data.
+        """
+        data, rm_type = config.data, config.reward.rm_type
+        if data.prompt_data is None:
+            raise UserError("--prompt-data: name a .jsonl file of prompts (or give --data-source-path)")
+        return cls(
+            data.prompt_data,
+            encoder=encoder,
+            keys=keys_of(config),
+            n_samples=config.rollout.n_samples_per_prompt,
+            seed=data.rollout_seed,
+            shuffle=data.rollout_shuffle,
+            max_prompt_len=data.rollout_max_prompt_len,
+            needs_label=rm_type is not None and registry.needs_label(rm_type) and config.hooks.custom_rm_path is None,
+            skip_bad_rows=data.skip_bad_rows,
+            buffer_filter=buffer_filter,
+        )
+
+    def __len__(self) -> int:
+        """Prompts of one epoch."""
+        return len(self._rows)
+
+    def get_samples(self, n: int) -> list[Group]:
+        """The next ``n`` groups: buffered ones first, then fresh ones, over as many epochs as it takes."""
+        groups = list(self._buffer_filter(self._buffer, n)) if self._buffer else []
+        if len(groups) > n:
+            raise UserError(f"the buffer filter returned {len(groups)} groups where {n} were wanted")
+        return groups + [self._draw() for _ in range(n - len(groups))]
+
+    def add_samples(self, groups: list[Group]) -> None:
+        """Takes back groups that were not finished.
+
+        Raises:
+            UserError: a sample holds what a checkpoint cannot.
+        """
+        for group in groups:
+            for sample in group:
+                sample_to_json(sample)  # here, where the hook that put it there is near; not hours later, while saving
+        self._buffer.extend(groups)
+
+    def once_each(self) -> list[Group]:
+        """Fresh groups of all prompts in the file's order, with the same indices each time, as evaluations need them.
+
+        Moves nothing.
+        """
+        n = self._n_samples
+        return [self._group(row, index, index * n) for index, row in enumerate(self._rows)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the future depends on, as JSON values."""
+        return {
+            "digest": self._digest,
+            "rows": len(self._rows),
+            "epoch": self._epoch,
+            "cursor": self._cursor,
+            "next_group_index": self._next_group_index,
+            "next_index": self._next_index,
+            "buffer": [[copy.deepcopy(sample_to_json(sample)) for sample in group] for group in self._buffer],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where ``state`` was taken.
+
+        Raises:
+            UserError: the file or the choice of its rows is not the one of that time.
+        """
+        self._check_same_prompts(state)
+        self._epoch, self._cursor = state["epoch"], state["cursor"]
+        self._next_group_index, self._next_index = state["next_group_index"], state["next_index"]
+        self._buffer = [[sample_from_json(record) for record in group] for group in state["buffer"]]
+        self._order = self._order_of(self._epoch)
+
+    def _check_same_prompts(self, state: dict[str, Any]) -> None:
+        advice = "restore it, or start anew without --load"
+        if state["digest"] != self._digest:
+            raise UserError(f"{self._spec}: the file is not the one this run was saved with; {advice}")
+        if state["rows"] != len(self._rows):
+            raise UserError(
+                f"{self._spec}: {len(self._rows)} prompts pass --rollout-max-prompt-len, it was {state['rows']} "
+                f"when this run was saved; {advice}"
+            )
+
+    def _draw(self) -> Group:
+        row = self._rows[self._order[self._cursor]]
+        group = self._group(row, self._next_group_index, self._next_index)
+        self._next_group_index += 1
+        self._next_index += self._n_samples
+        self._cursor += 1
+        if self._cursor == len(self._rows):
+            self._epoch, self._cursor = self._epoch + 1, 0
+            self._order = self._order_of(self._epoch)
+        return group
+
+    def _group(self, row: Row, group_index: int, first_index: int) -> Group:
+        prompt = self._encoder.render(row.prompt, row.metadata)
+        return [
+            Sample(
+                group_index=group_index,
+                index=index,
+                prompt=copy.deepcopy(prompt),
+                label=row.label,
+                metadata=copy.deepcopy(row.metadata),
+                session_id=f"{self._seed}-{index}",
+            )
+            for index in range(first_index, first_index + self._n_samples)
+        ]
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(range(len(self._rows)))
+        if self._shuffle:
+            random.Random(self._seed + epoch).shuffle(order)
+        return order
+
+    def _report(self, max_prompt_len: int | None) -> None:
+        if self.skipped:
+            _log.warning("%s: skipped %d bad rows", self._spec, self.skipped)
+        if self.dropped:
+            _log.warning("%s: dropped %d prompts of over %s tokens", self._spec, self.dropped, max_prompt_len)
+        if not self._rows:
+            why = f"all {self.dropped} prompts have over {max_prompt_len} tokens (--rollout-max-prompt-len)"
+            raise UserError(f"{self._spec}: {why if self.dropped else 'there are no rows'}")
+
+
+def fitting_rows(rows: list[Row], encoder: PromptEncoder, max_prompt_len: int) -> list[Row]:
+    """The rows whose prompts have at most ``max_prompt_len`` tokens."""
+    lengths = encoder.lengths((row.prompt, row.metadata) for row in rows)
+    return [row for row, length in zip(rows, lengths, strict=True) if length <= max_prompt_len]
+
+
+def keys_of(config: Config) -> Keys:
+    """Where the flags say that rows hold what."""
+    data = config.data
+    return Keys(input=data.input_key, label=data.label_key, metadata=data.metadata_key, tools=data.tool_key)
+
+
+def encoder_of(config: Config, tokenizer: Any) -> PromptEncoder:
+    """The encoder that the flags describe."""
+    data = config.data
+    return PromptEncoder(
+        tokenizer,
+        apply_chat_template=data.apply_chat_template,
+        template_kwargs=data.apply_chat_template_kwargs,
+        tool_key=data.tool_key,
+    )
