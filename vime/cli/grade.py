@@ -34,10 +34,10 @@ async def _grade_all(options: argparse.Namespace, lines: IO[str], out: IO[str]) 
     """Reads and grades ahead of what is written, by a few answers a process."""
     pool = GraderProcessPool(options.workers, options.deadline, preload=[options.rm_type])
     pending: asyncio.Queue[Awaitable[Grade] | None] = asyncio.Queue(maxsize=4 * options.workers)
+    number = bad = 0
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_write_all(pending, out))
-            number = bad = 0
             while line := await asyncio.to_thread(lines.readline):
                 number += 1
                 if not line.strip():
@@ -50,7 +50,7 @@ async def _grade_all(options: argparse.Namespace, lines: IO[str], out: IO[str]) 
                 await pending.put(tasks.create_task(grading))
             await pending.put(None)
     except* BrokenPipeError:  # the reader, e.g. `head`, has seen enough
-        return 0
+        pass
     finally:
         await pool.close()
     return 1 if bad else 0
