@@ -1,0 +1,41 @@
+"""Merging and splitting are inverse, and a merge of cut HF tensors is the cut of the merged ones."""
+
+from __future__ import annotations
+
+import torch
+
+from vime.models.rules import GatedConcat, QkvInterleave
+
+HEADS_PER_GROUP, CHANNELS, GROUPS, HIDDEN = 2, 3, 4, 5
+QKV = QkvInterleave(HEADS_PER_GROUP, CHANNELS)
+
+
+def qkv_parts(*trailing: int) -> list[torch.Tensor]:
+    rows = [GROUPS * HEADS_PER_GROUP * CHANNELS, GROUPS * CHANNELS, GROUPS * CHANNELS]
+    return [torch.randn(n, *trailing) for n in rows]
+
+
+def test_qkv_goes_group_after_group() -> None:
+    q, k, v = (torch.arange(n) + base for n, base in ((24, 100), (12, 200), (12, 300)))
+    merged = QKV.merge([q, k, v])
+    assert merged[:12].tolist() == [100, 101, 102, 103, 104, 105, 200, 201, 202, 300, 301, 302]
+    assert merged[12:18].tolist() == [106, 107, 108, 109, 110, 111]
+
+
+def test_qkv_split_is_the_inverse_for_weights_and_biases() -> None:
+    for parts in (qkv_parts(HIDDEN), qkv_parts()):
+        for part, back in zip(parts, QKV.split(QKV.merge(parts)), strict=True):
+            assert torch.equal(part, back)
+
+
+def test_a_tensor_parallel_shard_of_qkv_is_the_merge_of_cut_parts() -> None:
+    parts = qkv_parts(HIDDEN)
+    cut = [part.chunk(2)[1] for part in parts]
+    assert torch.equal(QKV.merge(cut), QKV.merge(parts).chunk(2)[1])
+
+
+def test_gate_stands_over_up_on_every_rank() -> None:
+    gate, up = torch.randn(4, HIDDEN), torch.randn(4, HIDDEN)
+    shard = GatedConcat().merge([gate.chunk(2)[1], up.chunk(2)[1]])
+    assert torch.equal(shard, torch.cat([gate[2:], up[2:]]))
+    assert all(torch.equal(a, b) for a, b in zip(GatedConcat().split(shard), (gate[2:], up[2:]), strict=True))

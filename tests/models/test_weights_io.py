@@ -1,0 +1,236 @@
+"""HF weights into Megatron and out of it: the same bits, whatever the family, dtype and layout."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models.plain_megatron import build, parallel_layout, run_ranks
+from tests.tiny import FAMILIES, make_model
+from vime.errors import UserError
+from vime.models import load_shape
+
+CASES = [("llama", False), ("llama", True), ("qwen2", False), ("qwen2", True), ("qwen3", False), ("qwen3", True)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    with parallel_layout():
+        yield
+
+
+def load(hf_dir: Path, dtype: str = "float32", **options: Any) -> Any:
+    from vime.training.weights_io import load_hf_weights
+
+    shape = load_shape(hf_dir)
+    model = build(shape, dtype, **options)
+    load_hf_weights([model], shape, hf_dir)
+    return model
+
+
+def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert tensor.dtype == b[name].dtype, name
+        assert torch.equal(tensor, b[name]), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "tied"), CASES)
+def test_round_trip_is_bit_identical(tmp_path: Path, family: str, tied: bool, dtype: str) -> None:
+    from vime.training.weights_io import hf_plan, hf_weights
+
+    hf_dir = make_model(tmp_path, family, tied=tied, dtype=dtype)
+    shape, model = load_shape(hf_dir), load(hf_dir, dtype)
+    exported = {name: tensor.clone() for name, tensor in hf_weights([model], shape)}
+    assert_same_bits(exported, load_file(hf_dir / "model.safetensors"))
+    plan = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in exported.items()]
+    assert hf_plan(shape, getattr(torch, dtype)) == plan
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES)
+def test_megatron_computes_what_transformers_computes(tmp_path: Path, family: str, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 8192, "rope_theta": 50000.0}
+    overrides = {"rope_parameters": scaling, "max_position_embeddings": 16384} if family == "llama" else {}
+    hf_dir = make_model(tmp_path, family, tied=tied, **overrides)
+    tokens = torch.randint(0, 512, (2, 48), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(48, 48, dtype=torch.bool).triu(1)[None, None]
+    with torch.no_grad():
+        ours = load(hf_dir).eval()(tokens, torch.arange(48).expand(2, -1), mask)
+        theirs = AutoModelForCausalLM.from_pretrained(hf_dir).eval()(tokens).logits
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+    assert theirs.std() > 0.1
+
+
+def test_bfloat16_weights_in_a_float32_model_are_exact(tmp_path: Path) -> None:
+    from vime.training.weights_io import hf_weights
+
+    hf_dir = make_model(tmp_path, dtype="bfloat16")
+    exported = dict(hf_weights([load(hf_dir, "float32")], load_shape(hf_dir)))
+    source = {name: tensor.float() for name, tensor in load_file(hf_dir / "model.safetensors").items()}
+    assert_same_bits(exported, source)
+
+
+def test_padded_vocabulary_is_zero_inside_and_absent_outside(tmp_path: Path) -> None:
+    from vime.training.weights_io import hf_weights
+
+    hf_dir = make_model(tmp_path, vocab_size=515)
+    model = load(hf_dir, divisible_by=128)
+    assert model.output_layer.weight.shape[0] == 640
+    assert not model.output_layer.weight[515:].any()
+    assert not model.embedding.word_embeddings.weight[515:].any()
+    exported = dict(hf_weights([model], load_shape(hf_dir)))
+    assert_same_bits(exported, load_file(hf_dir / "model.safetensors"))
+
+
+def rewrite(hf_dir: Path, change: Any) -> Path:
+    path = hf_dir / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return hf_dir
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "missing tensors: model.norm.weight"),
+        (lambda t: t.update({"model.extra.weight": torch.ones(1)}), "unexpected tensors: model.extra.weight"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(3)}),
+            r"tensors of a wrong shape: model.norm.weight is \[3\] instead of \[64\]",
+        ),
+        (
+            lambda t: [t.pop(name) for name in list(t) if "q_proj" in name or "k_proj" in name or "v_proj" in name],
+            "missing tensors: .*q_proj.weight, .* and 1 more",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(tmp_path: Path, change: Any, message: str) -> None:
+    with pytest.raises(UserError, match="do not fit its config.json: " + message):
+        load(rewrite(make_model(tmp_path), change))
+
+
+def test_an_explicit_copy_of_a_tied_head_and_old_rotary_buffers_are_ignored(tmp_path: Path) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+
+    load(rewrite(make_model(tmp_path, tied=True), add))
+
+
+def test_a_folder_without_safetensors_is_told(tmp_path: Path) -> None:
+    hf_dir = make_model(tmp_path)
+    (hf_dir / "model.safetensors").rename(hf_dir / "pytorch_model.bin")
+    with pytest.raises(UserError, match="only safetensors can be read"):
+        load(hf_dir)
+
+
+def test_an_index_that_names_absent_files_is_told(tmp_path: Path) -> None:
+    hf_dir = make_model(tmp_path)
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (hf_dir / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"names files which are not there: model-00001-of-00002\.safetensors"):
+        load(hf_dir)
+
+
+def test_a_parameter_may_be_left_alone(tmp_path: Path) -> None:
+    from vime.training.weights_io import load_hf_weights
+
+    hf_dir = make_model(tmp_path)
+    shape = load_shape(hf_dir)
+    model = build(shape)
+    before = model.output_layer.weight.detach().clone()
+    load_hf_weights([model], shape, hf_dir, untouched=["output_layer.weight"])
+    assert torch.equal(model.output_layer.weight, before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_folder_gives_the_same_logits_in_transformers(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from vime.models import hf_folder
+    from vime.training.weights_io import save_hf
+
+    hf_dir, out = make_model(tmp_path / "hf", family, dtype="bfloat16"), tmp_path / "deep" / "out"
+    monkeypatch.setattr(hf_folder, "MAX_SHARD_BYTES", 100_000)
+    save_hf(out, [load(hf_dir, "bfloat16")], load_shape(hf_dir), hf_dir)
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        a, b = (AutoModelForCausalLM.from_pretrained(path)(tokens).logits for path in (hf_dir, out))
+    assert torch.equal(a, b)
+    text = "What is 3 + 4?"
+    assert AutoTokenizer.from_pretrained(out).encode(text) == AutoTokenizer.from_pretrained(hf_dir).encode(text)
+    assert load_shape(out) == load_shape(hf_dir)
+    assert_same_bits(
+        dict(_named(load(out, "bfloat16"))), dict(_named(load(hf_dir, "bfloat16")))
+    )  # a sharded folder loads too
+
+
+def _named(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+
+
+def test_the_dtype_of_the_saved_folder_is_the_models(tmp_path: Path) -> None:
+    from vime.training.weights_io import save_hf
+
+    hf_dir = make_model(tmp_path / "hf", dtype="bfloat16")
+    save_hf(tmp_path / "out", [load(hf_dir, "float32")], load_shape(hf_dir), hf_dir)
+    assert load_shape(tmp_path / "out").dtype == "float32"
+    save_hf(tmp_path / "out", [load(hf_dir, "bfloat16")], load_shape(hf_dir), hf_dir)  # replaces the model there
+    assert load_shape(tmp_path / "out").dtype == "bfloat16"
+
+
+def test_a_folder_that_is_no_model_is_not_overwritten(tmp_path: Path) -> None:
+    from vime.training.weights_io import save_hf
+
+    hf_dir = make_model(tmp_path / "hf")
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years of work")
+    for target, message in ((tmp_path / "precious", "not empty and not a model"), (hf_dir, "original model's folder")):
+        with pytest.raises(UserError, match=message):
+            save_hf(target, [load(hf_dir)], load_shape(hf_dir), hf_dir)
+    assert (tmp_path / "precious" / "thesis.txt").is_file()
+
+
+TWO_RANKS = textwrap.dedent("""
+    import os
+    from pathlib import Path
+    from tests.models.plain_megatron import build, parallel_layout
+    from vime.models import load_shape
+
+    hf_dir, out = Path(os.environ["HF"]), Path(os.environ["OUT"])
+    layout = {key: int(os.environ[key.upper()]) for key in ("rank", "world", "port", "tp", "pp")}
+    with parallel_layout(**layout):
+        from vime.training.weights_io import load_hf_weights, save_hf
+        shape = load_shape(hf_dir)
+        model = build(shape, "bfloat16")
+        load_hf_weights([model], shape, hf_dir)
+        save_hf(out, [model], shape, hf_dir)
+""")
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("qwen3", True)])
+def test_round_trip_over_several_ranks_is_bit_identical(
+    tmp_path: Path, tp: int, pp: int, family: str, tied: bool
+) -> None:
+    if tp * pp > 2 and not tied:
+        pytest.skip("one family is enough on four ranks")
+    hf_dir = make_model(tmp_path / "hf", family, tied=tied, dtype="bfloat16", vocab_size=515)
+    run_ranks(TWO_RANKS, tp * pp, HF=str(hf_dir), OUT=str(tmp_path / "out"), TP=str(tp), PP=str(pp))
+    assert_same_bits(load_file(tmp_path / "out" / "model.safetensors"), load_file(hf_dir / "model.safetensors"))

@@ -1,0 +1,238 @@
+"""Megatron's part of a checkpoint: weights, optimizer, learning-rate schedule and random states, in torch_dist format.
+
+Any parallel layout can load what any other saved; random states only return under the layout that they are from.
+On the same layout a resumed run goes on bit for bit.
+
+Megatron's own writer starts a manager process and forks writers, which hangs for ever when one dies and does not go
+with Ray's actors or CUDA. Here each rank writes its own file, in its own process, by torch's plain writer; the format
+is the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
+
+from vime.errors import UserError
+from vime.training.weights_io import unwrap
+
+__all__ = ["Loaded", "load_megatron", "load_weights", "save_megatron"]
+
+NAMED_IN_MESSAGES = 5
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a checkpoint had besides the weights."""
+
+    optimizer: bool
+    random_states: bool
+
+
+def save_megatron(
+    directory: Path | str, model_chunks: Sequence[Any], optimizer: Any | None = None, scheduler: Any | None = None
+) -> None:
+    """Writes a checkpoint into an existing empty folder. Collective; returns when all ranks' data is on the disk.
+
+    Args:
+        optimizer: Megatron's optimizer; None leaves it out, as ``--no-save-optim`` and converted weights do.
+        scheduler: Megatron's OptimizerParamScheduler.
+    """
+    state = _model_state(model_chunks)
+    if optimizer is not None:
+        state["optimizer"] = _optimizer_state(optimizer, state, len(model_chunks), is_loading=False)
+    if scheduler is not None:
+        state["scheduler"] = scheduler.state_dict()
+    state["random_states"] = _sharded_random_states()
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    content = {"layout": _layout(), "optimizer": optimizer is not None, "scheduler": scheduler is not None}
+    dist_checkpointing.save(
+        state, str(directory), FullyParallelSaveStrategyWrapper(_PlainSave(), replicas), content_metadata=content
+    )
+
+
+def load_megatron(
+    directory: Path | str, model_chunks: Sequence[Any], optimizer: Any | None = None, scheduler: Any | None = None
+) -> Loaded:
+    """Restores all that ``save_megatron`` saved, as far as it was saved and is wanted. Collective.
+
+    Without optimizer state in the checkpoint the optimizer starts anew from the loaded weights, with a warning.
+
+    Raises:
+        UserError: it is not a torch_dist checkpoint, or one of another model.
+    """
+    content = _content(Path(directory))
+    state = _model_state(model_chunks)
+    _check_tensors(Path(directory), state)
+    has_optimizer = optimizer is not None and content.get("optimizer", False)
+    if has_optimizer:
+        state["optimizer"] = _optimizer_state(optimizer, state, len(model_chunks), is_loading=True)
+    same_layout = content.get("layout") == _layout()
+    if same_layout:
+        state["random_states"] = _sharded_random_states()
+    loaded = dist_checkpointing.load(state, str(directory))
+    _load_model_state(model_chunks, loaded)
+    _load_optimizer(optimizer, loaded.get("optimizer") if has_optimizer else None, directory)
+    if scheduler is not None and content.get("scheduler", False):
+        scheduler.load_state_dict(loaded["scheduler"])
+    if same_layout:
+        _set_random_states(loaded["random_states"])
+    return Loaded(optimizer=has_optimizer, random_states=same_layout)
+
+
+def load_weights(directory: Path | str, model_chunks: Sequence[Any]) -> None:
+    """Only the weights of a checkpoint of ours or of Megatron's, converted to the parameters' dtype. Collective.
+
+    Run it before the optimizer is built, which copies its fp32 main weights from the parameters.
+
+    Raises:
+        UserError: it is not a torch_dist checkpoint, or one of another model.
+    """
+    _content(Path(directory))
+    state = _model_state(model_chunks)
+    _check_tensors(Path(directory), state)
+    _load_model_state(model_chunks, dist_checkpointing.load(state, str(directory)))
+
+
+class _PlainSave(SaveShardedStrategy):  # type: ignore[misc]
+    """Writes Megatron's sharded tensors with torch's own writer, which neither forks nor needs a manager process."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        torch_save(mcore_to_pyt_state_dict(by_key), storage_writer=FileSystemWriter(checkpoint_dir), planner=planner)
+
+
+def _metadata() -> dict[str, Any]:
+    """How Megatron lays out sharded state. Its default for the distributed optimizer cannot be loaded in 0.16.1."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _model_state(model_chunks: Sequence[Any]) -> dict[str, Any]:
+    """Sharded state of the model: ``model``, or ``model0``, ``model1`` … of virtual pipeline stages."""
+    states = [unwrap(chunk).sharded_state_dict(metadata=_metadata()) for chunk in model_chunks]
+    return dict(zip(_model_keys(len(model_chunks)), states, strict=True))
+
+
+def _model_keys(chunks: int) -> list[str]:
+    return ["model"] if chunks == 1 else [f"model{i}" for i in range(chunks)]
+
+
+def _load_model_state(model_chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
+    for chunk, key in zip(model_chunks, _model_keys(len(model_chunks)), strict=True):
+        unwrap(chunk).load_state_dict(loaded[key])
+
+
+def _optimizer_state(optimizer: Any, state: dict[str, Any], chunks: int, *, is_loading: bool) -> Any:
+    model_state = state["model"] if chunks == 1 else {key: state[key] for key in _model_keys(chunks)}
+    return optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_metadata())
+
+
+def _load_optimizer(optimizer: Any | None, state: Any | None, directory: Path | str) -> None:
+    if optimizer is None:
+        return
+    if state is not None:
+        optimizer.load_state_dict(state)
+        return
+    logger.warning("%s has no optimizer state: moments start at zero", directory)
+    optimizer.reload_model_params()
+
+
+def _content(directory: Path) -> dict[str, Any]:
+    """What ``save_megatron`` noted about its checkpoint; nothing where somebody else wrote it."""
+    if not (directory / "metadata.json").is_file():
+        kind = "a torch checkpoint" if any(directory.glob("mp_rank_*")) else "not a Megatron checkpoint"
+        raise UserError(f"{directory} is {kind}; only the torch_dist format can be loaded")
+    return dist_checkpointing.load_content_metadata(str(directory)) or {}
+
+
+def _check_tensors(directory: Path, state: dict[str, Any]) -> None:
+    """Says which of the model's tensors the checkpoint lacks or has in another shape, before any is read."""
+    there = dist_checkpointing.load_tensors_metadata(str(directory))
+    problems = [problem for tensor in _sharded_tensors(state) if (problem := _problem(tensor, there.get(tensor.key)))]
+    if problems:
+        shown, rest = "; ".join(problems[:NAMED_IN_MESSAGES]), len(problems) - NAMED_IN_MESSAGES
+        raise UserError(f"{directory} is of another model: {shown}" + (f"; {rest} more" if rest > 0 else ""))
+
+
+def _sharded_tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
+    seen: set[str] = set()
+    for value in nested_values(state):
+        for tensor in nested_values(value.build()) if hasattr(value, "build") else [value]:
+            if isinstance(tensor, ShardedTensor) and tensor.key not in seen:
+                seen.add(tensor.key)
+                yield tensor
+
+
+def _problem(wanted: ShardedTensor, there: ShardedTensor | None) -> str | None:
+    if there is None:
+        return f"it has no {wanted.key}"
+    if there.global_shape != wanted.global_shape and not wanted.allow_shape_mismatch:
+        return f"its {wanted.key} is {list(there.global_shape)} instead of {list(wanted.global_shape)}"
+    return None
+
+
+def _layout() -> dict[str, int]:
+    return {
+        "world": dist.get_world_size(),
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+    }
+
+
+def _sharded_random_states() -> ShardedObject:
+    return ShardedObject("random_states", _random_states(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+
+
+def _random_states() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    torch.cuda.set_rng_state(states["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["megatron"])
