@@ -30,7 +30,8 @@ class Platform:
         )
 
     def claim(self, *, local_rank: int, threads: int | None = None) -> torch.device:
-        """Makes this process use its device, and ``threads`` CPU threads (default: OMP_NUM_THREADS, else torch's choice).
+        """Makes this process use its device, and ``threads`` CPU threads (default: OMP_NUM_THREADS, else torch's
+        choice).
 
         Ray sets OMP_NUM_THREADS to 1 for every actor, so whoever places processes says how many threads each may have.
         """

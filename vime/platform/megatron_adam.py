@@ -1,8 +1,8 @@
 """The patch that lets Megatron use an Adam of ours where neither Apex nor Transformer Engine is installed.
 
 Sites in megatron-core 0.16.1: ``optimizer/__init__.py:359`` picks torch.optim.AdamW by a module constant;
-``optimizer/distrib_optimizer.py`` asks HAVE_APEX_OR_TE before it saves and loads moments, and copies loaded fp32 weights
-into leaf views in place without ``no_grad`` (line 940).
+``optimizer/distrib_optimizer.py`` asks HAVE_APEX_OR_TE before it saves and loads moments, and copies loaded fp32
+weights into leaf views in place without ``no_grad`` (line 940).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vime.platform.megatron_on_cpu import Patch, Site
+from vime.platform.megatron_on_cpu import Site
 
 __all__ = ["SITES", "use_adam"]
 

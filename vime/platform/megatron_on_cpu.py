@@ -48,13 +48,14 @@ def _synchronize_does_nothing() -> None:
 def _random_state_is_the_cpu_one() -> None:
     from torch.cuda import random as cuda_random
 
-    def set_state(state: torch.Tensor, device: Any = None) -> None:
-        torch.set_rng_state(state)
-
-    for module in (torch.cuda, cuda_random):
-        module.get_rng_state = lambda device=None: torch.get_rng_state()
-        module.set_rng_state = set_state
-        module.manual_seed = lambda seed: None if torch.default_generator.manual_seed(seed) else None
+    replacements: dict[str, Callable[..., Any]] = {
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+    }
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
+        setattr(cuda_random, name, replacement)
 
 
 def _megatron_random_state_is_the_cpu_one() -> None:
@@ -100,7 +101,7 @@ def _tensor_type_answers_megatron_with_cuda() -> None:
             return result
         return result.replace("torch.", "torch.cuda.", 1)
 
-    torch.Tensor.type = answer  # type: ignore[method-assign]
+    torch.Tensor.type = answer
 
 
 def _caller_is_megatron() -> bool:

@@ -1,8 +1,8 @@
 """Log-probability and entropy of chosen tokens, from hidden states, without keeping fp32 logits.
 
-The one definition (actor, reference and engine alike): log-softmax over the whole vocabulary, in float32, of the logits
-divided by the rollout temperature. The output layer runs only where a token is wanted, and what softmax needs in float32
-exists for a few tokens at a time.
+The one definition (actor, reference and engine alike): log-softmax over the whole vocabulary, in float32, of the
+logits divided by the rollout temperature. The output layer runs only where a token is wanted, and what softmax needs
+in float32 exists for a few tokens at a time.
 
 Shape suffixes: t wanted tokens, h hidden size, v rows of the vocabulary on this rank.
 """
@@ -24,8 +24,8 @@ SOFTMAX_ELEMENTS = 1 << 22
 """Elements of one fp32 slice: 16 MiB, so that the passes of the softmax find it in a cache."""
 
 LOGIT_ELEMENTS = 1 << 28
-"""Logits are kept for the backward pass up to this many elements (512 MiB in bf16). Beyond it they are computed block by
-block, and once more in the backward pass."""
+"""Logits are kept for the backward pass up to this many elements (512 MiB in bf16). Beyond it they are computed block
+by block, and once more in the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,9 @@ def token_log_probs(
 
     Under tensor parallelism the gradient of ``hidden_th`` is this rank's part; the caller's communication adds them up.
     """
-    return TokenLogProbs(*_Head.apply(hidden_th, weight_vh, targets_t, vocabulary, 1.0 / temperature))
+    inverse = 1.0 / temperature
+    answer = _Head.apply(hidden_th, weight_vh, targets_t, vocabulary, inverse)  # type: ignore[no-untyped-call]
+    return TokenLogProbs(*answer)
 
 
 class _Head(torch.autograd.Function):
@@ -111,7 +113,7 @@ class _Head(torch.autograd.Function):
             for part, here in _parts(block, ctx.vocabulary.size):
                 scores = logits[part].float().mul_(ctx.scale).sub_(log_sums[here, None])
                 gradients = (None if g is None else g[here] * ctx.scale for g in (d_log_probs, d_entropy))
-                logits[part] = _gradient(scores, targets[here], entropy[here], *gradients, ctx.vocabulary)
+                logits[part] = _gradient(scores, targets[here], entropy[here], ctx.vocabulary, *gradients)
             torch.mm(logits, rows, out=d_hidden[block])
             d_rows = _added(d_rows, logits.t() @ hidden[block])
         assert d_rows is not None, "a micro-batch has at least one response token"
@@ -148,9 +150,9 @@ def _gradient(
     log_probs: Tensor,
     targets: Tensor,
     entropy: Tensor,
+    vocabulary: Vocabulary,
     d_chosen: Tensor | None,
     d_entropy: Tensor | None,
-    vocabulary: Vocabulary,
 ) -> Tensor:
     """The gradient of the logits, from those of the log-probabilities (``1[j = target] - p_j``) and of the entropy
     (``-p_j (log p_j + entropy)``). ``log_probs`` are of all columns and are overwritten."""

@@ -1,7 +1,7 @@
 """The objective of one micro-batch: its part of the loss of the whole step, and its part of every metric.
 
-Loss and metrics are partial sums with the weights of ``vime.algorithms.reduce``; adding up the parts of all micro-batches
-and ranks gives exactly the value of the step.
+Loss and metrics are partial sums with the weights of ``vime.algorithms.reduce``; adding up the parts of all
+micro-batches and ranks gives exactly the value of the step.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def make_reduction(batch: MicroBatch, step: TrainStep, *, per_token: bool) -> re
 def policy_objective(
     answer: TokenLogProbs, batch: MicroBatch, given: Given, mean: reduce.Reduction, settings: LossSettings
 ) -> tuple[Tensor, Partial]:
-    """``mean(L) - entropy_coef mean(H) + kl_coef mean(KL)``, this micro-batch's part, and the metrics that belong to it."""
+    """``mean(L) - entropy_coef mean(H) + kl_coef mean(KL)``, this micro-batch's part, and the metrics that belong to
+    it."""
     log_probs = answer.log_probs_t
     old = log_probs.detach() if given.old_log_probs_t is None else given.old_log_probs_t
     surrogate = policy_loss(log_probs, old, given.advantages_t, settings.clip)

@@ -29,7 +29,7 @@ class Question:
     temperature: float
 
 
-class PolicyModel(GPTModel):
+class PolicyModel(GPTModel):  # type: ignore[misc]
     """A causal language model. Its last pipeline stage returns log-probability and entropy, stacked: float32 [2, T].
 
     The output layer is part of the model's forward pass (and not of the loss), so that Megatron's hooks which gather
@@ -38,7 +38,7 @@ class PolicyModel(GPTModel):
 
     tokens_in_vocabulary: int  # without the rows that only pad
 
-    def _postprocess(self, hidden_states: Tensor, labels: Question, **_: Any) -> Tensor:  # type: ignore[override]
+    def _postprocess(self, hidden_states: Tensor, labels: Question, **_: Any) -> Tensor:
         """Megatron hands the output of the decoder [L, 1, H] to this method, and ``labels`` as they were given."""
         if not self.post_process:
             return hidden_states
@@ -46,7 +46,7 @@ class PolicyModel(GPTModel):
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
         else:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
-        hidden_th = _Pick.apply(hidden_states.squeeze(1), labels.predictors_t)
+        hidden_th = _pick(hidden_states.squeeze(1), labels.predictors_t)
         weight = self.output_weight()
         answer = token_log_probs(
             hidden_th, weight, labels.targets_t, self._vocabulary(len(weight)), temperature=labels.temperature
@@ -74,9 +74,14 @@ class _Pick(torch.autograd.Function):
         return rows.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         return gradient.new_zeros(ctx.shape).index_copy_(0, index, gradient), None
+
+
+def _pick(rows: Tensor, index: Tensor) -> Tensor:
+    picked: Tensor = _Pick.apply(rows, index)  # type: ignore[no-untyped-call]
+    return picked
 
 
 def run(chunk: Any, batch: MicroBatch, temperature: float) -> Tensor:

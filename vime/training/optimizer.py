@@ -14,9 +14,9 @@ __all__ = ["GroupAdam"]
 class GroupAdam(torch.optim.Optimizer):
     """AdamW that counts steps once a parameter group, by torch's fused kernel.
 
-    Megatron has two code paths: for Apex's and Transformer Engine's FusedAdam, and for torch's AdamW. Only the first one
-    saves and loads distributed checkpoints reliably: with AdamW's one ``step`` tensor a parameter, loading fails on a
-    fresh optimizer. This class takes the first path without either package, on any device.
+    Megatron has two code paths: for Apex's and Transformer Engine's FusedAdam, and for torch's AdamW. Only the first
+    one saves and loads distributed checkpoints reliably: with AdamW's one ``step`` tensor a parameter, loading fails
+    on a fresh optimizer. This class takes the first path without either package, on any device.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class GroupAdam(torch.optim.Optimizer):
         step = torch.tensor(float(group["step"])).to(parameters[0].device)
         torch._fused_adamw_(
             parameters,
-            [parameter.grad for parameter in parameters],
+            [p.grad for p in parameters if p.grad is not None],
             [self.state[parameter]["exp_avg"] for parameter in parameters],
             [self.state[parameter]["exp_avg_sq"] for parameter in parameters],
             [],

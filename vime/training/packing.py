@@ -1,7 +1,7 @@
 """From the samples of a micro-batch to the tensors of one packed forward pass.
 
-Samples stand one after the other, without padding. The token at position p is predicted from position p - 1, so only the
-positions just before response tokens need the output layer; everything about response tokens is kept for these alone.
+Samples stand one after the other, without padding. The token at position p is predicted from position p - 1, so only
+the positions just before response tokens need the output layer; all about response tokens is kept for these alone.
 
 Shape suffixes: l tokens of the pack, t response tokens of all its samples, n samples.
 """

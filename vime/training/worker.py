@@ -20,7 +20,7 @@ from vime.algorithms.advantages import PackedSamples
 from vime.checkpoints import CheckpointStore, ResumePoint
 from vime.config import Config
 from vime.errors import UserError
-from vime.models import ModelShape, load_shape
+from vime.models import load_shape
 from vime.platform import current
 from vime.training.build import build_chunks, build_optimizer, build_scheduler, make_rope, precision_fields
 from vime.training.checkpoint import load_megatron, load_weights, save_megatron
@@ -128,7 +128,7 @@ class TrainWorker:
         return TrainResult(steps=tuple(metrics), seconds=clock.seconds)
 
     def export_weights(self) -> Export | None:
-        """Writes the weights under their HF names into memory that engines on this machine can map; None beside rank 0."""
+        """Writes the weights, under their HF names, where engines on this machine can map them; None beside rank 0."""
         dtype = precision_fields(self.config)["params_dtype"]
         weights = hf_weights(self.chunks, self.shape)
         if dist.get_rank() != 0:
@@ -244,7 +244,7 @@ class TrainWorker:
             return found
         masks = torch.cat([pack.mask_t for pack in packs])
         whitened = whitening.whiten(torch.cat(found), masks, sum_over_ranks=_sum_over_data_parallel)
-        return list(whitened.split([len(advantage) for advantage in found]))
+        return list(torch.split(whitened, [len(advantage) for advantage in found]))
 
 
 def _resume_point(load: str | None, ckpt_step: int | None) -> ResumePoint | None:

@@ -1,6 +1,7 @@
 """Causal attention inside the segments of a packed micro-batch, with rotary positions.
 
-Shapes in comments: T tokens, H query heads, G key/value heads, D width of a head, N segments of a group, L rows of each.
+Shapes in comments: T tokens, H query heads, G key/value heads, D width of a head, N segments of a group, L rows of
+each.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from vime.training.layers.segments import SegmentGroup, Segments
 __all__ = ["Attention", "attend"]
 
 DIRECT_LENGTH = 256
-"""Segments up to this length are attended by plain matrix products. The CPU's flash kernel is made for long sequences:
-its backward takes ten times as long as these products for 64 segments of 34 tokens, and is ahead from some hundred on."""
+"""Segments up to this length are attended by plain matrix products. The CPU's flash kernel is made for long
+sequences: its backward takes ten times as long as these products for 64 segments of 34 tokens, and is ahead from some
+hundred on."""
 
 
-class Attention(MegatronModule):
+class Attention(MegatronModule):  # type: ignore[misc]
     """Megatron's ``core_attention`` for packed sequences; it also applies the rotary positions.
 
     Megatron would compute cosine and sine again in every layer, so the model is built without its rotary embedding and
@@ -72,10 +74,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, sca
     groups = segments.groups
     if len(groups) == 1 and groups[0].whole:
         return _attend_batch(query, key, value, groups[0].length, scale)
-    batches = zip(groups, *(_Gather.apply(x, groups) for x in (query, key, value)), strict=True)
-    outputs = [_attend_batch(q, k, v, group.length, scale) for group, q, k, v in batches]
-    joined: Tensor = _Scatter.apply(groups, *outputs)
-    return joined
+    batches = zip(groups, *(_gather(x, groups) for x in (query, key, value)), strict=True)
+    return _scatter(groups, [_attend_batch(q, k, v, group.length, scale) for group, q, k, v in batches])
+
+
+def _gather(x: Tensor, groups: tuple[SegmentGroup, ...]) -> tuple[Tensor, ...]:
+    cells: tuple[Tensor, ...] = _Gather.apply(x, groups)  # type: ignore[no-untyped-call]
+    return cells
+
+
+def _scatter(groups: tuple[SegmentGroup, ...], outputs: list[Tensor]) -> Tensor:
+    tokens: Tensor = _Scatter.apply(groups, *outputs)  # type: ignore[no-untyped-call]
+    return tokens
 
 
 class _Gather(torch.autograd.Function):
@@ -121,7 +131,7 @@ def _attend_batch(query: Tensor, key: Tensor, value: Tensor, length: int, scale:
     """[N·L, H, D], [N·L, G, D], [N·L, G, D] → [N·L, H, D]."""
     if length <= DIRECT_LENGTH:
         return _direct(query, key, value, length, scale)
-    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).flatten(0, 1)
 
@@ -152,9 +162,10 @@ def _causal(length: int, device: torch.device) -> Tensor:
 def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
     offsets, longest = segments.cu_seqlens_q, segments.max_seqlen_q
-    inputs = (x.contiguous() for x in (query, key, value))
-    out: Tensor = varlen_attn(*inputs, offsets, offsets, longest, longest, scale=scale, **_causal_arguments())
+    out = varlen_attn(q, k, v, offsets, offsets, longest, longest, scale=scale, **_causal_arguments())
+    assert isinstance(out, Tensor), "a tuple comes only when more is asked for"
     return out
 
 

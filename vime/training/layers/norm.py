@@ -14,11 +14,13 @@ class Norm(torch.nn.Module):
     """RMSNorm or LayerNorm, as the configuration says; building one returns torch's own module.
 
     Megatron's wrapper of torch's norms (``WrappedTorchNorm``) refuses sequence parallelism. Under it each rank sees a
-    part of the tokens, so the gradients of the norm must be summed over the tensor-parallel group. Megatron does that for
-    the parameters that carry ``sequence_parallel``.
+    part of the tokens, so the gradients of the norm must be summed over the tensor-parallel group. Megatron does that
+    for the parameters that carry ``sequence_parallel``.
     """
 
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:  # type: ignore[misc]
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> torch.nn.Module:
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():

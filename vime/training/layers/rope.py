@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vime.models import RopeScaling
+
 __all__ = ["Rope", "RopeTable", "rotate"]
 
 
@@ -31,26 +33,25 @@ class Rope:
 
     head_dim: int
     base: float
-    scaling: Any | None = None  # vime.models.RopeScaling
+    scaling: RopeScaling | None = None
 
     def frequencies(self) -> Tensor:
         """Radians a position, float32 [D/2]."""
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
         plain = 1.0 / self.base**exponents
-        return plain if self.scaling is None else self._stretched(plain)
-
-    def _stretched(self, plain: Tensor) -> Tensor:
-        """Slow waves are divided by the factor, fast ones stay, those between are blended (Llama 3.1 model card)."""
-        context = self.scaling.original_max_position_embeddings
-        low, high = self.scaling.low_freq_factor, self.scaling.high_freq_factor
-        turns = context * plain / (2 * math.pi)  # of each wave in the original context
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return (1 - keep) * plain / self.scaling.factor + keep * plain
+        return plain if self.scaling is None else _stretched(plain, self.scaling)
 
     def table(self, positions_t: Tensor, dtype: torch.dtype) -> RopeTable:
         """The table for these position ids, int64 [T]; angles are float32 whatever ``dtype``."""
         angles = positions_t.float()[:, None] * self.frequencies().to(positions_t.device)
         return RopeTable(angles.cos()[:, None].to(dtype), angles.sin()[:, None].to(dtype))
+
+
+def _stretched(plain: Tensor, scaling: RopeScaling) -> Tensor:
+    """Slow waves are divided by the factor, fast ones stay, those between are blended (Llama 3.1 model card)."""
+    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)  # of each wave in the original context
+    keep = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return (1 - keep) * plain / scaling.factor + keep * plain
 
 
 class _Rotate(torch.autograd.Function):
@@ -80,5 +81,5 @@ def _rotated(x_thd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate(x_thd: Tensor, table: RopeTable) -> Tensor:
     """Queries or keys [T, H, D] turned by their positions."""
-    rotated: Tensor = _Rotate.apply(x_thd, table.cos, table.sin)
+    rotated: Tensor = _Rotate.apply(x_thd, table.cos, table.sin)  # type: ignore[no-untyped-call]
     return rotated

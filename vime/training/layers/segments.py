@@ -36,7 +36,7 @@ class SegmentGroup:
 
 
 @dataclass
-class Segments(PackedSeqParams):
+class Segments(PackedSeqParams):  # type: ignore[misc]
     """Megatron's description of a packed batch, with what vime's layers need besides."""
 
     lengths: tuple[int, ...] = ()  # tokens of each segment, on the host
