@@ -117,15 +117,16 @@ def resolve_hooks(config: Config) -> Hooks:
     problems: list[str] = []
     for name, contract in CONTRACTS.items():
         path, flag = getattr(config.hooks, name), "--" + name.replace("_", "-")
-        if path is None:
+        if path is None or config.origins[name].startswith("derived"):
             continue
         try:
             found[name.removesuffix("_path")] = load_checked(path, flag, contract)
         except UserError as error:
             problems.append(str(error))
     if problems:
-        # --eval-function-path is --rollout-function-path where it is not given: say it once
-        raise UserError("\n".join(dict.fromkeys(problems)))
+        raise UserError("\n".join(problems))
+    if "eval_function" not in found and config.hooks.eval_function_path is not None:
+        found["eval_function"] = found["rollout_function"]  # what the derived path says
     return Hooks(**found)
 
 

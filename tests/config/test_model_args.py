@@ -1,0 +1,140 @@
+"""MODEL_ARGS: accepted, and compared with config.json. The files in scripts/ are sourced by bash as a user does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from vime.config import parse_config, resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = sorted((ROOT / "scripts" / "models").glob("*.sh"))
+EXPECTED_MODELS = {
+    *("smollm2-135M", "llama3.1-8B", "llama3.2-1B", "llama3.2-3B"),
+    *(f"qwen2.5-{size}B" for size in ("0.5", "1.5", "3", "7", "14", "32")),
+    *(f"qwen3-{size}B" for size in ("0.6", "1.7", "4", "8", "14", "32")),
+}
+
+RIGHT = """
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 6 --group-query-attention
+    --num-query-groups 2 --kv-channels 32 --vocab-size 512 --swiglu --disable-bias-linear --normalization RMSNorm
+    --norm-epsilon 1e-6 --use-rotary-position-embeddings --rotary-base 1000000 --qk-layernorm
+"""
+
+
+def test_flags_that_repeat_config_json_are_right(flags):
+    assert resolve(flags(*RIGHT.split())).violations == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num-layers 3", "--num-layers 3 differs from {config}, which says 2"),
+        ("--hidden-size 128", "--hidden-size 128 differs from {config}, which says 64"),
+        ("--ffn-hidden-size 1", "--ffn-hidden-size 1 differs from {config}, which says 128"),
+        ("--num-attention-heads 2", "--num-attention-heads 2 differs from {config}, which says 6"),
+        ("--num-query-groups 1", "--num-query-groups 1 differs from {config}, which says 2"),
+        ("--kv-channels 64", "--kv-channels 64 differs from {config}, which says 32"),
+        ("--norm-epsilon 1e-5", "--norm-epsilon 1e-05 differs from {config}, which says 1e-06"),
+        ("--rotary-base 10000", "--rotary-base 10000.0 differs from {config}, which says 1000000.0"),
+        ("--no-qk-layernorm", "--qk-layernorm False differs from {config}, which says True"),
+        ("--add-qkv-bias", "--add-qkv-bias True differs from {config}, which says False"),
+        ("--normalization LayerNorm", "--normalization LayerNorm differs from {config}, which says RMSNorm"),
+        (
+            "--untie-embeddings-and-output-weights",
+            "--untie-embeddings-and-output-weights True differs from {config}, which says False",
+        ),
+        ("--use-rope-scaling", "--use-rope-scaling True differs from {config}, which says False"),
+        ("--add-bias-linear", "--add-bias-linear True differs from {config}, which says False"),
+        ("--vocab-size 511", "--vocab-size 511 is less than the 512 of {config}"),
+    ],
+)
+def test_a_mismatch_names_both_values(flags, model_dir, words, message):
+    config = model_dir / "config.json"
+    assert resolve(flags(*RIGHT.split(), *words.split())).violations == (message.format(config=config),)
+
+
+def test_each_mismatch_has_its_line(flags):
+    assert len(resolve(flags("--num-layers", "3", "--hidden-size", "1", "--kv-channels", "1")).violations) == 3
+
+
+def test_a_padded_vocabulary_is_allowed(flags):
+    assert parse_config(flags("--vocab-size", "640")).checkpoint.vocab_size == 640
+
+
+def test_an_unsupported_architecture_is_said_once(flags, model_dir):
+    content = json.loads((model_dir / "config.json").read_text()) | {"architectures": ["MambaForCausalLM"]}
+    (model_dir / "config.json").write_text(json.dumps(content))
+    (message,) = resolve(flags()).violations
+    assert message.startswith("--hf-checkpoint: ") and "MambaForCausalLM" in message
+
+
+def sourced(script: Path, then: str = ":") -> list[str]:
+    command = f'source "{script}"; {then}; printf "%s\\0" "${{MODEL_ARGS[@]}}"'
+    done = subprocess.run(["bash", "-euc", command], capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+def test_the_scripts_are_those_of_the_supported_models():
+    assert {path.stem for path in MODELS} == EXPECTED_MODELS
+
+
+@pytest.mark.parametrize("script", MODELS, ids=lambda path: path.stem)
+def test_a_sourced_script_gives_flags_that_parse(flags, script):
+    resolution = resolve(flags("--hf-checkpoint", "/nowhere", *sourced(script)))
+    assert resolution.violations == (
+        "--hf-checkpoint /nowhere: no such folder (it must be a local one; `hf download` makes it)",
+    )
+    model = resolution.config.megatron
+    assert model["num_attention_heads"] % model["num_query_groups"] == 0
+    assert {"num_layers", "hidden_size", "ffn_hidden_size", "kv_channels", "rotary_base"} <= set(model)
+
+
+def test_values_can_be_overridden_after_sourcing(flags):
+    words = sourced(ROOT / "scripts" / "models" / "qwen3-4B.sh", "MODEL_ARGS+=(--rotary-base 10000)")
+    assert resolve(flags(*words)).config.megatron["rotary_base"] == 10000.0
+
+
+def test_qwen3_4b_has_the_published_shape(flags):
+    config = resolve(flags(*sourced(ROOT / "scripts" / "models" / "qwen3-4B.sh"))).config
+    assert config.checkpoint.vocab_size == 151936
+    assert config.megatron == {
+        "num_layers": 36,
+        "hidden_size": 2560,
+        "ffn_hidden_size": 9728,
+        "num_attention_heads": 32,
+        "group_query_attention": True,
+        "num_query_groups": 8,
+        "kv_channels": 128,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-6,
+        "position_embedding_type": "rope",
+        "rotary_base": 1e6,
+        "qk_layernorm": True,
+    }
+
+
+def test_the_quick_starts_script_has_right_flags(tmp_path):
+    """Only the files are missing here, and what this version cannot do yet."""
+    echo = tmp_path / "echo.sh"
+    echo.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
+    echo.chmod(0o755)
+    done = subprocess.run(
+        ["bash", ROOT / "scripts" / "run-qwen3-4B.sh", "--num-rollout", "2"],
+        env={"PATH": "/usr/bin:/bin", "PYTHON": str(echo), "ROOT": "/data"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    program, *words = done.stdout.split("\0")[:-1]
+    resolution = resolve(words)
+    unexpected = [line for line in resolution.violations if "not yet supported" not in line and ": no such" not in line]
+    assert (Path(program).name, unexpected) == ("train.py", [])
+    assert resolution.config.rollout.num_rollout == 2
+    assert resolution.config.batch.num_steps_per_rollout == 1
+    assert resolution.config.cluster.num_engines == 4  # 8 slots, 2 an engine

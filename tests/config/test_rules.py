@@ -1,0 +1,289 @@
+"""Every rule, its exact message, and that none hides another."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from vime.config import parse_config, resolve
+from vime.config.rules.batches import nearest_divisors
+
+
+def said(words: list[str]) -> tuple[str, ...]:
+    return resolve(words).violations
+
+
+RULES = {
+    # the arithmetic of batches
+    "--global-batch-size 24": (
+        "--rollout-batch-size 8 x --n-samples-per-prompt 4 = 32 samples a rollout, but 32 = 24 x steps has no whole "
+        "solution; --global-batch-size could be 8, 16 or 32"
+    ),
+    "--rollout-batch-size 5 --n-samples-per-prompt 3 --num-steps-per-rollout 2": (
+        "--rollout-batch-size 5 x --n-samples-per-prompt 3 = 15 samples a rollout, but 15 = global-batch-size x 2 has "
+        "no whole solution; --num-steps-per-rollout could be 1, 3 or 5"
+    ),
+    "--global-batch-size 16 --num-steps-per-rollout 4": (
+        "--rollout-batch-size 8 x --n-samples-per-prompt 4 = 32 samples a rollout, but --global-batch-size 16 x "
+        "--num-steps-per-rollout 4 = 64; give only one of the two, the other follows"
+    ),
+    "--actor-num-gpus-per-node 6": (
+        "--global-batch-size 32 must be a multiple of --micro-batch-size 1 x 6 data-parallel ranks = 6; or pack by "
+        "--use-dynamic-batch-size"
+    ),
+    "--micro-batch-size 5": (
+        "--global-batch-size 32 must be a multiple of --micro-batch-size 5 x 1 data-parallel ranks = 5; or pack by "
+        "--use-dynamic-batch-size"
+    ),
+    "--actor-num-gpus-per-node 8 --global-batch-size 4 --use-dynamic-batch-size --max-tokens-per-gpu 99": (
+        "--global-batch-size 4 is less than one sample for each of the 8 data-parallel ranks (8 training slots / 1)"
+    ),
+    # numbers
+    "--rollout-temperature 0": (
+        "--rollout-temperature must be above 0, not 0.0 (log-probs are divided by it; --eval-temperature 0 evaluates "
+        "greedily)"
+    ),
+    "--rollout-max-response-len 0": "--rollout-max-response-len must be at least 1, not 0",
+    "--n-samples-per-prompt 0": "--n-samples-per-prompt must be at least 1, not 0",
+    "--rollout-top-p 0": "--rollout-top-p must be above 0 and at most 1, not 0.0",
+    "--rollout-top-k 0": "--rollout-top-k must be at least 1, or -1 for all tokens, not 0",
+    "--eval-temperature -1": "--eval-temperature must be at least 0, not -1.0",
+    "--eps-clip 1": "--eps-clip must be at least 0 and below 1, not 1.0",
+    "--eps-clip-c 1": "--eps-clip-c must be above 1, not 1.0 (it bounds the ratio of negative advantages)",
+    "--adam-beta2 1": "--adam-beta2 must be at least 0 and below 1, not 1.0",
+    "--rm-timeout-s 0": "--rm-timeout-s must be above 0, not 0.0",
+    "--vllm-router-port 70000": "--vllm-router-port must be at least 1 and at most 65535, not 70000 (it is a port)",
+    "--lr 1e-6 --min-lr 1e-5": "--min-lr 1e-05 is above --lr 1e-06",
+    # flags that need others
+    "--use-dynamic-batch-size": "--use-dynamic-batch-size needs --max-tokens-per-gpu: how much to pack together",
+    "--vllm-router-ip 127.0.0.1": "--vllm-router-ip needs --vllm-router-port",
+    "--eval-interval 2": "--eval-interval needs --eval-prompt-data NAME FILE: what to evaluate on",
+    "--num-rollout 0": "--num-rollout 0 only evaluates: give --eval-interval and --eval-prompt-data",
+    "--rm-type remote_rm": "--rm-type remote_rm needs --rm-url: the address of the reward service",
+    "--group-rm": "--group-rm needs --custom-rm-path: only a custom function can grade a whole group",
+    "--no-colocate": "--rollout-num-gpus is required without --colocate: how many slots the engines get",
+    "--recompute-granularity full": (
+        "--recompute-granularity full needs --recompute-method and --recompute-num-layers, e.g. uniform and 1"
+    ),
+    "--recompute-method uniform": "--recompute-method needs --recompute-granularity full",
+    "--fp16 --fp32": "exactly one of --bf16, --fp16 and --fp32 must hold, not --fp16 and --fp32",
+    "--bf16 --fp32": "exactly one of --bf16, --fp16 and --fp32 must hold, not --bf16 and --fp32",
+    "--no-bf16": "exactly one of --bf16, --fp16 and --fp32 must hold, not none",
+    "--debug-train-only": "--debug-train-only needs --load-debug-rollout-data: what to train on",
+    "--debug-rollout-only --load-debug-rollout-data {rollout_id}": (
+        "--debug-rollout-only and --load-debug-rollout-data exclude each other"
+    ),
+    "--lr-warmup-iters 2 --lr-warmup-fraction 0.1": "--lr-warmup-fraction and --lr-warmup-iters exclude each other",
+    # slots
+    "--no-colocate --rollout-num-gpus 5 --rollout-num-gpus-per-engine 2": (
+        "--rollout-num-gpus 5 must be a multiple of --rollout-num-gpus-per-engine 2, e.g. 4 or 6"
+    ),
+    "--rollout-num-gpus-per-engine 2": (
+        "training slots under --colocate 1 must be a multiple of --rollout-num-gpus-per-engine 2, e.g. 2"
+    ),
+    "--no-colocate --rollout-num-gpus 0": (
+        "--rollout-num-gpus 0 leaves no engine; only --debug-train-only runs without"
+    ),
+    "--no-colocate --rollout-num-gpus 6 --rollout-num-gpus-per-engine 6 --num-gpus-per-node 4": (
+        "--rollout-num-gpus-per-engine 6 must fit into a node (--num-gpus-per-node 4) or be a multiple of it"
+    ),
+    "--actor-num-gpus-per-node 16": ("--actor-num-gpus-per-node 16 is more than a node has (--num-gpus-per-node 8)"),
+    # what this version cannot do yet
+    "--ckpt-format torch": "--ckpt-format torch is not yet supported by this version (only torch_dist is)",
+    "--kl-coef 0.1 --ref-load {model}": "--kl-coef 0.1 is not yet supported by this version (only 0 is)",
+    "--expert-model-parallel-size 2": (
+        "--expert-model-parallel-size 2 is not yet supported by this version (only 1 is)"
+    ),
+    # the reference model
+    "--use-kl-loss": "--use-kl-loss needs a reference model: give --ref-load (--ref-load {model} will do)",
+    "--kl-loss-coef 0.1 --ref-load {model}": "--kl-loss-coef 0.1 needs --use-kl-loss",
+    "--use-kl-loss --ref-load {tmp}/none": "--ref-load {tmp}/none: no such folder",
+    "--use-kl-loss --ref-load {tmp}": (
+        "--ref-load {tmp}: neither a checkpoint (latest_checkpointed_iteration.txt) nor a Hugging Face folder "
+        "(config.json)"
+    ),
+    # files
+    "--prompt-data {tmp}/none.jsonl": "--prompt-data {tmp}/none.jsonl: no such file",
+    "--prompt-data {tmp}/none.parquet": "--prompt-data {tmp}/none.parquet: only .jsonl files are read",
+    "--eval-interval 1 --eval-prompt-data aime {tmp}/none.jsonl": (
+        "--eval-prompt-data aime {tmp}/none.jsonl: no such file"
+    ),
+    "--hf-checkpoint {tmp}/none": (
+        "--hf-checkpoint {tmp}/none: no such folder (it must be a local one; `hf download` makes it)"
+    ),
+    "--load {tmp}/iter_0000004": ("--load {tmp}/iter_0000004: give the root {tmp}, and --ckpt-step to pick a step"),
+    "--save-hf {tmp}/hf": "--save-hf {tmp}/hf: it must contain {{rollout_id}}, which becomes the rollout's number",
+    # lengths
+    "--rollout-max-prompt-len 1024": (
+        "--rollout-max-prompt-len 1024 must be at most 1023: the model's context is 1024, with one token to answer"
+    ),
+    "--vllm-max-model-len 256 --rollout-max-prompt-len 256": (
+        "--rollout-max-prompt-len 256 must be at most 255: --vllm-max-model-len is 256, with one token to answer"
+    ),
+    "--rollout-max-context-len 200 --rollout-max-prompt-len 200": (
+        "--rollout-max-prompt-len 200 must be at most 199: the longest context is 200, with one token to answer"
+    ),
+    "--rollout-max-context-len 2000": "--rollout-max-context-len 2000 is more than the model's context, which is 1024",
+}
+
+
+@pytest.mark.parametrize(("words", "message"), RULES.items())
+def test_the_message_of_a_rule(flags, model_dir, tmp_path, words, message):
+    places = {"model": model_dir, "tmp": tmp_path, "rollout_id": "{rollout_id}"}
+    extra = [word.format(**places) for word in words.split()]
+    assert said(flags(*extra)) == (message.format(**places),)
+
+
+def test_sequence_parallel_needs_tensor_parallelism(flags):
+    assert "--sequence-parallel needs --tensor-model-parallel-size above 1" in said(flags("--sequence-parallel"))
+
+
+def test_evaluation_file(flags, tmp_path):
+    path = tmp_path / "eval.yaml"
+    path.write_text("eval:\n  datasets:\n    - name: a\n")
+    (message,) = said(flags("--eval-interval", "1", "--eval-config", str(path)))
+    assert message == f"--eval-config {path}: eval.datasets[0]: path is missing"
+
+
+def test_tensor_parallelism_must_divide_heads_and_slots(flags):
+    messages = said(flags("--tensor-model-parallel-size", "4", "--actor-num-gpus-per-node", "6"))
+    assert messages == (
+        "6 training slots (--actor-num-nodes x --actor-num-gpus-per-node) must be a multiple of tensor x pipeline x "
+        "context parallel size = 4",
+        "--tensor-model-parallel-size 4 is not yet supported by this version (only 1 is)",
+        "--tensor-model-parallel-size 4 does not divide the model's 6 attention heads",
+        "--tensor-model-parallel-size 4 does not divide the model's 2 key/value heads",
+    )
+
+
+def test_two_kinds_of_kl_exclude_each_other(flags, model_dir):
+    words = f"--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.2 --ref-load {model_dir}"
+    expected = "--kl-coef 0.1 (in the reward) and --kl-loss-coef 0.2 (in the loss) exclude each other"
+    assert expected in said(flags(*words.split()))
+
+
+def test_nothing_given_says_all_that_is_required():
+    assert said([]) == (
+        "--hf-checkpoint is required (Hugging Face folder: gives the model's shape and tokenizer, and starts the "
+        "engines. Need not be current)",
+        "--rollout-batch-size is required (Prompts of one rollout)",
+        "--rollout-max-response-len is required (Most tokens of one response)",
+        "--num-rollout or --num-epoch is required: how long the run is",
+        "--prompt-data is required (or --data-source-path): where the prompts come from",
+        "--rollout-num-gpus is required without --colocate: how many slots the engines get",
+        "--rm-type or --custom-rm-path is required: how answers are graded",
+    )
+
+
+def test_a_missing_model_hides_no_other_mistake(flags, tmp_path):
+    assert said(flags("--hf-checkpoint", f"{tmp_path}/none", "--global-batch-size", "24", "--save-interval", "0")) == (
+        "--save-interval must be at least 1, not 0",
+        "--rollout-batch-size 8 x --n-samples-per-prompt 4 = 32 samples a rollout, but 32 = 24 x steps has no whole "
+        "solution; --global-batch-size could be 8, 16 or 32",
+        f"--hf-checkpoint {tmp_path}/none: no such folder (it must be a local one; `hf download` makes it)",
+    )
+
+
+def test_a_model_folder_needs_a_config_and_a_tokenizer(flags, model_dir):
+    (model_dir / "config.json").unlink()
+    (model_dir / "tokenizer.json").unlink()
+    assert said(flags()) == (
+        f"--hf-checkpoint {model_dir}: there is no config.json in it",
+        f"--hf-checkpoint {model_dir}: there is no tokenizer in it "
+        "(tokenizer.json, tokenizer.model, vocab.json, tekken.json)",
+    )
+
+
+def test_save_interval_needs_save(flags):
+    words = flags("--save-interval", "2")
+    position = words.index("--save")
+    del words[position : position + 2]
+    assert said(words) == ("--save-interval needs --save: the folder for checkpoints",)
+
+
+def test_labels_are_needed_by_graders_that_compare(flags):
+    words = flags()
+    position = words.index("--label-key")
+    del words[position : position + 2]
+    assert said(words) == ("--rm-type math compares with a label: give --label-key",)
+    assert said([*words, "--rm-type", "remote_rm", "--rm-url", "http://127.0.0.1:1"]) == ()
+
+
+def test_an_older_runs_folder_is_not_written_into_unless_it_is_resumed(flags, tmp_path):
+    folder = tmp_path / "save"
+    (folder / "iter_0000001").mkdir(parents=True)
+    assert said(flags()) == (
+        f"--save {folder}: the folder is not empty; resume from it by --load {folder}, or give another one",
+    )
+    assert said(flags("--load", str(folder))) == ()
+
+
+def test_a_run_that_never_saved_may_start_again(flags, tmp_path):
+    (tmp_path / "save" / "run").mkdir(parents=True)
+    assert said(flags()) == ()
+
+
+def test_load_need_not_exist_yet(flags, tmp_path):
+    assert said(flags("--load", str(tmp_path / "later"))) == ()
+
+
+def test_a_slice_of_a_prompt_file(flags, prompt_file):
+    assert parse_config(flags("--prompt-data", f"{prompt_file}@[0:1]")).data.prompt_data == f"{prompt_file}@[0:1]"
+
+
+def test_wandb_must_be_installed_to_be_used(flags, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert said(flags("--use-wandb")) == (
+        '--use-wandb needs the package wandb, which is not installed: pip install "vime[wandb]"',
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "wanted", "offer"),
+    [(32, 24, "8, 16 or 32"), (15, 2, "1, 3 or 5"), (7, 3, "1 or 7"), (1, 5, "1"), (256, 100, "32, 64 or 128")],
+)
+def test_offered_divisors_are_the_nearest(number, wanted, offer):
+    assert nearest_divisors(number, wanted) == offer
+
+
+WARNINGS = {
+    "--n-samples-per-prompt 1": (
+        "--n-samples-per-prompt 1 makes every advantage 0: a group of one is its own baseline; 8 is usual with grpo"
+    ),
+    "--rollout-top-p 0.9": (
+        "--rollout-top-p 0.9: the engine samples from fewer tokens than the trainer computes log-probs over; 1 is "
+        "right for training (evaluations are free)"
+    ),
+    "--rollout-top-k 50": (
+        "--rollout-top-k 50: the engine samples from fewer tokens than the trainer computes log-probs over; -1 is "
+        "right for training (evaluations are free)"
+    ),
+    "--use-kl-loss --ref-load {model}": (
+        "--use-kl-loss with --kl-loss-coef 0 only reports the KL divergence, at the cost of the reference model's "
+        "memory and one more forward pass; leave --use-kl-loss out to save both"
+    ),
+    "--eval-prompt-data a {prompts}": "--eval-prompt-data without --eval-interval: no evaluation will run",
+    "--num-epoch 2": "--num-epoch 2 is ignored: --num-rollout wins",
+    "--max-tokens-per-gpu 64": "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size",
+    "--seq-length 4096": "--seq-length has no effect: samples are packed, and the model's own context counts",
+    "--wandb-project p": "--wandb-project has no effect without --use-wandb",
+}
+
+
+@pytest.mark.parametrize(("words", "message"), WARNINGS.items())
+def test_the_message_of_a_warning(flags, model_dir, prompt_file, words, message):
+    places = {"model": model_dir, "prompts": prompt_file}
+    resolution = resolve(flags(*[word.format(**places) for word in words.split()]))
+    assert (resolution.violations, resolution.warnings) == ((), (message,))
+
+
+def test_evaluation_may_sample_as_it_likes(flags):
+    assert resolve(flags("--eval-top-p", "0.5", "--eval-top-k", "20")).warnings == ()
+
+
+def test_a_run_without_save_keeps_nothing(flags):
+    words = flags()
+    position = words.index("--save")
+    del words[position : position + 2]
+    assert resolve(words).warnings == ("without --save nothing of the trained model is kept",)
