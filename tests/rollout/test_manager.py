@@ -4,8 +4,9 @@ import pytest
 
 from tests.rollout.fakes import FakeGenerator, FakeRecorder, FakeRewarder, FakeSource
 from vime.errors import UserError
+from vime.rollout.evaluation import EvalSet
 from vime.rollout.generate import SingleTurn
-from vime.rollout.manager import EvalSet, RolloutManager, Runner
+from vime.rollout.manager import RolloutManager, Runner
 from vime.types import Sample, SamplingParams, Status
 
 PROMPT = [1, 2, 3]
@@ -25,7 +26,7 @@ def make(generator=None, rewarder=None, *, concurrency=4, eval_sets=(), source=N
         batch_size=3,
         sampling=SamplingParams(max_tokens=8),
         post_process=lambda samples: ([s.score() for s in samples],) * 2,
-        metrics=lambda groups, seconds: {"rollout/groups": float(len(groups))},
+        metrics=lambda rollout_id, groups, seconds: {"rollout/groups": float(len(groups))},
         recorder=recorder,
         eval_sets=eval_sets,
     )

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class TrainActor:
     """One Megatron rank."""
 
-    def __init__(self, config: Config, rank: int, world_size: int, threads: int) -> None:
-        self._config, self._rank, self._world_size, self._threads = config, rank, world_size, threads
+    def __init__(self, config: Config, rank: int, world_size: int) -> None:
+        self._config, self._rank, self._world_size = config, rank, world_size
 
     def address(self) -> tuple[str, int]:
         """An address of this node and a free port there, for the ranks to meet."""
@@ -36,7 +36,6 @@ class TrainActor:
             world_size=self._world_size,
             master_addr=master_addr,
             master_port=master_port,
-            threads=self._threads,
         )
         return self._worker.start()
 
@@ -46,11 +45,8 @@ class TrainActor:
     def export_weights(self) -> Export | None:
         return self._worker.export_weights()
 
-    def log_probs_of(self, token_ids: list[int], prompt_length: int) -> list[float]:
-        return self._worker.log_probs_of(token_ids, prompt_length)
-
-    def save(self, directory: Path, rollout_id: int) -> None:
-        self._worker.save(directory, rollout_id)
+    def save(self, directory: Path) -> None:
+        self._worker.save(directory)
 
     def save_hf(self, directory: Path) -> None:
         self._worker.save_hf(directory)

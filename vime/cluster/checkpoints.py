@@ -32,7 +32,7 @@ class GroupCheckpoints:
 
     async def save(self, rollout_id: int) -> Path:
         unfinished = self._store.begin(rollout_id)
-        await self._trainer.save(unfinished, rollout_id)
+        await self._trainer.save(unfinished)
         complete = self._store.commit(rollout_id, self._driver_state())
         if self._hf_template is not None:
             await self._trainer.save_hf(Path(self._hf_template.format(rollout_id=rollout_id)))

@@ -29,8 +29,8 @@ class Slots:
 def ray_session(needed: int) -> Iterator[Slots]:
     """A Ray cluster for the time of the block.
 
-    Under ``ray job submit``, or where RAY_ADDRESS is set, the job joins that cluster and leaves it running. Else a local
-    one is started, and ended with the block; on a machine without GPUs it offers as many slots as are needed.
+    Under ``ray job submit``, or where RAY_ADDRESS is set, the job joins that cluster and leaves it running. Else a
+    local one is started, and ended with the block; on a machine without GPUs it offers as many slots as are needed.
 
     Raises:
         UserError: the cluster has fewer slots than needed.

@@ -36,7 +36,7 @@ class TrainGroup:
             "runtime_env": {"env_vars": environment(slots.threads, dict(config.cluster.train_env_vars))},
         }
         actor = ray.remote(TrainActor).options(**options)
-        self._ranks = [actor.remote(config, rank, world_size, slots.threads) for rank in range(world_size)]
+        self._ranks = [actor.remote(config, rank, world_size) for rank in range(world_size)]
         self._infos: list[StartInfo] = []
 
     async def start(self) -> StartInfo:
@@ -60,15 +60,8 @@ class TrainGroup:
         exports: list[Export | None] = await self._call(self._ranks, "export_weights", what="exporting the weights")
         return next(export for export in exports if export is not None)
 
-    async def log_probs_of(self, token_ids: list[int], prompt_length: int) -> list[float]:
-        """What the trainer's weights say of the tokens after the prompt, in nats, at the rollout temperature."""
-        answers: list[list[float]] = await self._call(
-            self._ranks, "log_probs_of", token_ids, prompt_length, what="probing the weights"
-        )
-        return answers[0]
-
-    async def save(self, directory: Path, rollout_id: int) -> None:
-        await self._call(self._ranks, "save", directory, rollout_id, what=f"saving rollout {rollout_id}")
+    async def save(self, directory: Path) -> None:
+        await self._call(self._ranks, "save", directory, what=f"saving {directory}")
 
     async def save_hf(self, directory: Path) -> None:
         await self._call(self._ranks, "save_hf", directory, what=f"saving {directory}")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from vime.ports import DataSource, Recorder
-from vime.rollout.conversion import PostProcess, is_graded, to_rollout_batch
+from vime.rollout.conversion import PostProcess, to_rollout_batch
+from vime.rollout.evaluation import EvalData, EvalSet, Evaluate, eval_metrics
 from vime.rollout.sampling import SamplingLoop
 from vime.rollout.tasks import together
-from vime.types import Group, RolloutBatch, Sample, SamplingParams, derive_seed, mean
+from vime.types import Group, RolloutBatch, Sample, SamplingParams, derive_seed
 
 Generate = Callable[[Sample, SamplingParams, bool], Awaitable[Sample]]
 """(sample, how to sample, whether for evaluation) → the sample, filled."""
@@ -19,8 +20,11 @@ Generate = Callable[[Sample, SamplingParams, bool], Awaitable[Sample]]
 CollectGroups = Callable[[int], Awaitable[list[Group]]]
 """rollout_id → closed groups; what ``--rollout-function-path`` replaces."""
 
-RolloutMetrics = Callable[[Sequence[Group], float], dict[str, float]]
-"""(groups, seconds) → metrics."""
+RolloutMetrics = Callable[[int, Sequence[Group], float], dict[str, float]]
+"""(rollout_id, groups, seconds) → metrics."""
+
+EvalMetrics = Callable[[int, EvalData], dict[str, float]]
+"""(rollout_id, what the evaluation gave) → metrics."""
 
 
 class Rewarder(Protocol):
@@ -32,16 +36,6 @@ class Rewarder(Protocol):
     async def reward(self, sample: Sample, *, evaluation: bool = False) -> None: ...
 
     async def reward_group(self, samples: list[Sample], *, evaluation: bool = False) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalSet:
-    """One named set of prompts and how to sample answers to them."""
-
-    name: str
-    groups: Callable[[], list[Group]]  # fresh samples each time
-    sampling: SamplingParams
-    score: Callable[[Sample], float]
 
 
 class Runner:
@@ -83,6 +77,7 @@ class RolloutManager:
 
     Args:
         collect: replaces the sampling loop if given.
+        evaluate: replaces the evaluation of ``eval_sets`` if given.
         sample_filter: called with the closed groups; marks samples by ``remove_sample``.
     """
 
@@ -97,7 +92,9 @@ class RolloutManager:
         metrics: RolloutMetrics,
         recorder: Recorder,
         eval_sets: Sequence[EvalSet] = (),
+        eval_metrics: EvalMetrics = lambda rollout_id, data: eval_metrics(data),
         collect: CollectGroups | None = None,
+        evaluate: Evaluate | None = None,
         sample_filter: Callable[[list[Group]], None] | None = None,
     ) -> None:
         self._source = source
@@ -108,7 +105,9 @@ class RolloutManager:
         self._metrics = metrics
         self._recorder = recorder
         self._eval_sets = eval_sets
+        self._eval_metrics = eval_metrics
         self._collect = collect or self._sample
+        self._evaluate = evaluate or self._evaluate_sets
         self._sample_filter = sample_filter
 
     async def generate(self, rollout_id: int) -> RolloutBatch:
@@ -116,7 +115,7 @@ class RolloutManager:
         clock = asyncio.get_running_loop().time
         begin = clock()
         groups = await self._collect(rollout_id)
-        metrics = self._metrics(groups, clock() - begin)
+        metrics = self._metrics(rollout_id, groups, clock() - begin)
         if self._sample_filter is not None:
             self._sample_filter(groups)
         self._recorder.samples(rollout_id, [sample for group in groups for sample in group])
@@ -127,22 +126,15 @@ class RolloutManager:
         return await loop.collect(self._batch_size)
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """All evaluation sets, one after the other, under the weights of now; metrics ``eval/NAME`` and the like."""
-        metrics: dict[str, float] = {}
-        for eval_set in self._eval_sets:
-            metrics |= await self._evaluate_set(rollout_id, eval_set)
-        return metrics
+        """All evaluation sets under the weights of now; metrics ``eval/NAME`` and the like."""
+        data = await self._evaluate(rollout_id)
+        for name, entry in data.items():
+            self._recorder.samples(rollout_id, entry.get("samples") or [], name=f"eval_{name}")
+        return self._eval_metrics(rollout_id, data)
 
-    async def _evaluate_set(self, rollout_id: int, eval_set: EvalSet) -> dict[str, float]:
-        runs = (self._runner.run(g, rollout_id, eval_set.sampling, eval_set.name) for g in eval_set.groups())
-        samples = [sample for group in await together(runs) for sample in group]
-        self._recorder.samples(rollout_id, samples, name=f"eval_{eval_set.name}")
-        graded = [sample for sample in samples if is_graded(sample)]
-        prefix = f"eval/{eval_set.name}"
-        return {
-            prefix: mean([eval_set.score(sample) for sample in graded]),
-            f"{prefix}-truncated_ratio": mean([float(sample.truncated) for sample in samples]),
-            f"{prefix}-response_len": mean([float(sample.response_length) for sample in samples]),
-            f"{prefix}-graded": float(len(graded)),
-            f"{prefix}-errors": float(len(samples) - len(graded)),
-        }
+    async def _evaluate_sets(self, rollout_id: int) -> EvalData:
+        data = {}
+        for eval_set in self._eval_sets:
+            runs = (self._runner.run(g, rollout_id, eval_set.sampling, eval_set.name) for g in eval_set.groups())
+            data[eval_set.name] = eval_set.result([sample for group in await together(runs) for sample in group])
+        return data

@@ -1,0 +1,82 @@
+"""From a Config to a finished run: loads the data, starts the processes, runs the loop, ends the processes.
+
+Whatever can be wrong with flags and files is found before the first process starts. Whatever ends the run, its processes
+are stopped in order, and the cause is the last thing printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any
+
+from rich.console import Console
+
+from vime import loop
+from vime.cluster.calls import RemoteError
+from vime.cluster.job import Job
+from vime.cluster.memory import PeakMemory
+from vime.cluster.record import open_record, resume_command
+from vime.cluster.session import ray_session
+from vime.config import Config
+from vime.errors import UserError
+from vime.rollout.build import load_prompts
+from vime.serving.http import EngineError
+from vime.weights.sync import SyncError
+
+INTERRUPTED = 130  # the exit status of a process that Ctrl-C ended
+
+
+def main(config: Config) -> int:
+    """Runs the job and returns the exit status."""
+    try:
+        asyncio.run(_run_until_signal(config))
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        print("interrupted: every process was stopped", file=sys.stderr)
+        return INTERRUPTED
+    except (UserError, RemoteError, EngineError, SyncError) as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", markup=False)
+        return 1
+    return 0
+
+
+async def _run_until_signal(config: Config) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    with _sigterm_cancels(task):
+        await run(config)
+
+
+@contextmanager
+def _sigterm_cancels(task: asyncio.Task[Any]) -> Iterator[None]:
+    """SIGTERM ends a run in order, as Ctrl-C does."""
+    running = asyncio.get_running_loop()
+    running.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        yield
+    finally:
+        running.remove_signal_handler(signal.SIGTERM)
+
+
+async def run(config: Config) -> None:
+    """The whole job."""
+    prompts = load_prompts(config)
+    async with AsyncExitStack() as stack:
+        memory = await stack.enter_async_context(PeakMemory())
+        record = stack.enter_context(open_record(config, total=prompts.num_rollout(config)))
+        slots = stack.enter_context(ray_session(needed_slots(config)))
+        job = Job(config, prompts, record, slots)
+        stack.push_async_callback(job.stop)
+        with record.report.phase("start"):
+            await job.start()
+        await loop.train(job.schedule, job.rollouts, job.trainer, job.weights, job.checkpoints, record.report)
+        record.report.finish(peak_memory_bytes=memory.peak_bytes, resume_command=resume_command(config))
+
+
+def needed_slots(config: Config) -> int:
+    """Slots of the whole run; under --colocate trainer and engines share theirs."""
+    cluster = config.cluster
+    return cluster.train_world_size + (0 if cluster.colocate else cluster.rollout_num_gpus)

@@ -1,0 +1,241 @@
+"""From a Config to prompts and a RolloutManager."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vime.algorithms import advantages
+from vime.config import Args, Config
+from vime.config.eval_datasets import EvalDataset, eval_datasets
+from vime.data.chat import PromptEncoder
+from vime.data.jsonl import Keys
+from vime.data.source import PromptSource, encoder_of
+from vime.data.tokenizer import load_tokenizer
+from vime.errors import UserError
+from vime.models import load_shape
+from vime.observe.rollout_metrics import rollout_metrics
+from vime.plugins import CONTRACTS, Hooks, load_checked, resolve_hooks
+from vime.ports import DataSource, Generator, GraderPool, Recorder
+from vime.rewards import registry
+from vime.rewards.hub import RewardHub
+from vime.rewards.pool import GraderProcessPool
+from vime.rollout.conversion import PostProcess
+from vime.rollout.evaluation import EvalData, EvalSet, eval_metrics
+from vime.rollout.generate import SingleTurn
+from vime.rollout.hooks import custom_evaluation, custom_generate, custom_post_process, custom_rollout
+from vime.rollout.manager import EvalMetrics, Generate, RolloutManager, RolloutMetrics, Runner
+from vime.types import Group, Sample, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Everything that is read from files before a process starts."""
+
+    hooks: Hooks
+    tokenizer: Any
+    encoder: PromptEncoder
+    source: DataSource
+    eval_sources: tuple[tuple[EvalDataset, PromptSource], ...]
+    max_context: int  # tokens of prompt and response together
+
+    def num_rollout(self, config: Config) -> int:
+        """Rollouts of the whole run."""
+        if config.rollout.num_rollout is not None:
+            return config.rollout.num_rollout
+        assert config.rollout.num_epoch is not None, "a rule asks for one of the two"
+        prompts, batch = config.rollout.num_epoch * len(self.source), config.rollout.rollout_batch_size
+        if prompts < batch:
+            raise UserError(
+                f"--num-epoch {config.rollout.num_epoch} x {len(self.source)} prompts are fewer than "
+                f"--rollout-batch-size {batch}; give --num-rollout, which goes through the prompts as often as it takes"
+            )
+        return prompts // batch
+
+
+def load_prompts(config: Config) -> Prompts:
+    """Reads data sets and tokenizer and resolves the custom functions.
+
+    Raises:
+        UserError: a file, row, tokenizer or function cannot be used; one line each.
+    """
+    hooks = resolve_hooks(config)
+    tokenizer = load_tokenizer(config.checkpoint.hf_checkpoint)
+    encoder = encoder_of(config, tokenizer)
+    source = hooks.data_source(config.args) if hooks.data_source else PromptSource.from_config(config, encoder)
+    graded_by_rule = hooks.custom_rm is None
+    return Prompts(
+        hooks=hooks,
+        tokenizer=tokenizer,
+        encoder=encoder,
+        source=source,
+        eval_sources=tuple(
+            (each, _eval_source(each, config, encoder, graded_by_rule)) for each in eval_datasets(config)
+        ),
+        max_context=_max_context(config),
+    )
+
+
+def _eval_source(dataset: EvalDataset, config: Config, encoder: PromptEncoder, graded_by_rule: bool) -> PromptSource:
+    keys = Keys(
+        input=dataset.input_key, label=dataset.label_key, metadata=config.data.metadata_key, tools=config.data.tool_key
+    )
+    return PromptSource(
+        dataset.path,
+        encoder=encoder,
+        keys=keys,
+        n_samples=dataset.n_samples_per_eval_prompt,
+        seed=config.data.rollout_seed,
+        max_prompt_len=dataset.max_prompt_len,
+        needs_label=graded_by_rule and dataset.rm_type is not None and registry.needs_label(dataset.rm_type),
+        skip_bad_rows=config.data.skip_bad_rows,
+    )
+
+
+def _max_context(config: Config) -> int:
+    """The smallest of what the model, the engine and the user allow."""
+    limits = [
+        load_shape(config.checkpoint.hf_checkpoint).max_position_embeddings,
+        config.rollout.rollout_max_context_len,
+        config.vllm.get("max_model_len"),
+    ]
+    return min(int(limit) for limit in limits if isinstance(limit, int))
+
+
+def make_pool(config: Config) -> GraderProcessPool:
+    """The processes that grade answers."""
+    used = {config.reward.rm_type, *(each.rm_type for each in eval_datasets(config))} - {None}
+    local = [name for name in used if name is not None and registry.needs_label(name)]
+    return GraderProcessPool(config.reward.rm_workers, config.reward.rm_timeout_s, preload=local)
+
+
+def make_manager(
+    config: Config, prompts: Prompts, args: Args, generator: Generator, pool: GraderPool, recorder: Recorder
+) -> RolloutManager:
+    """The manager of rollouts over engines that run already.
+
+    Args:
+        args: the flat view with the run-time values (address of the router) that users' functions get.
+    """
+    hooks = prompts.hooks
+    generate = _generate(prompts, args, generator)
+    hub = RewardHub(
+        config.reward,
+        pool,
+        args=args,
+        custom_rm=hooks.custom_rm,
+        custom_rm_name=config.hooks.custom_rm_path or "",
+        resolve=lambda path: load_checked(path, "custom_rm_path of a sample", CONTRACTS["custom_rm_path"]),
+    )
+    concurrency = config.engine.vllm_server_concurrency * max(config.cluster.num_engines, 1)
+    filters = hooks.rollout_sample_filter
+    return RolloutManager(
+        source=prompts.source,
+        runner=Runner(generate, hub, seed=config.data.rollout_seed, concurrency=concurrency),
+        batch_size=config.rollout.rollout_batch_size,
+        sampling=sampling_params(config),
+        post_process=_post_process(config, hooks, args),
+        metrics=_rollout_metrics(config, hooks, args),
+        recorder=recorder,
+        eval_sets=[_eval_set(config, dataset, source) for dataset, source in prompts.eval_sources],
+        eval_metrics=_eval_metrics(hooks, args),
+        collect=custom_rollout(hooks.rollout_function, args, prompts.source) if hooks.rollout_function else None,
+        evaluate=custom_evaluation(hooks.eval_function, args, prompts.source) if hooks.eval_function else None,
+        sample_filter=functools.partial(filters, args) if filters else None,
+    )
+
+
+def _generate(prompts: Prompts, args: Args, generator: Generator) -> Generate:
+    if prompts.hooks.custom_generate_function is not None:
+        return custom_generate(prompts.hooks.custom_generate_function, args)
+    tokenizer, skip = prompts.tokenizer, args.rollout_skip_special_tokens
+
+    def decode(token_ids: Sequence[int]) -> str:
+        """The text for graders and people, without the token that says that it ends."""
+        ended = bool(token_ids) and token_ids[-1] == tokenizer.eos_token_id
+        text: str = tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=skip)
+        return text
+
+    single_turn = SingleTurn(generator, prompts.encoder.encode, decode, prompts.max_context)
+
+    async def generate(sample: Sample, params: SamplingParams, evaluation: bool) -> Sample:
+        return await single_turn(sample, params)
+
+    return generate
+
+
+def sampling_params(config: Config) -> SamplingParams:
+    """How rollouts are sampled."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_tokens=rollout.rollout_max_response_len,
+        temperature=rollout.rollout_temperature,
+        top_p=rollout.rollout_top_p,
+        top_k=rollout.rollout_top_k,
+        stop=rollout.rollout_stop,
+        stop_token_ids=rollout.rollout_stop_token_ids,
+        skip_special_tokens=rollout.rollout_skip_special_tokens,
+    )
+
+
+def _eval_set(config: Config, dataset: EvalDataset, source: PromptSource) -> EvalSet:
+    def groups() -> list[Group]:
+        fresh = source.once_each()
+        for sample in (sample for group in fresh for sample in group):
+            if dataset.rm_type is not None:
+                sample.metadata.setdefault("rm_type", dataset.rm_type)
+        return fresh
+
+    base = sampling_params(config)
+    sampling = SamplingParams(
+        max_tokens=dataset.max_response_len,
+        temperature=dataset.temperature,
+        top_p=dataset.top_p,
+        top_k=dataset.top_k,
+        min_tokens=dataset.min_new_tokens,
+        stop=base.stop,
+        stop_token_ids=base.stop_token_ids,
+        skip_special_tokens=base.skip_special_tokens,
+    )
+    score = functools.partial(Sample.score, reward_key=dataset.reward_key)
+    return EvalSet(name=dataset.name, groups=groups, sampling=sampling, score=score)
+
+
+def _rollout_metrics(config: Config, hooks: Hooks, args: Args) -> RolloutMetrics:
+    score = functools.partial(Sample.score, reward_key=config.reward.reward_key)
+    log = hooks.custom_rollout_log_function
+
+    def metrics(rollout_id: int, groups: Sequence[Group], seconds: float) -> dict[str, float]:
+        found = rollout_metrics(groups, seconds, score=score, engine_slots=config.cluster.rollout_num_gpus)
+        samples = [sample for group in groups for sample in group]
+        return {} if log is not None and log(rollout_id, args, samples, found, seconds) else found
+
+    return metrics
+
+
+def _eval_metrics(hooks: Hooks, args: Args) -> EvalMetrics:
+    log = hooks.custom_eval_rollout_log_function
+
+    def metrics(rollout_id: int, data: EvalData) -> dict[str, float]:
+        found = eval_metrics(data)
+        return {} if log is not None and log(rollout_id, args, data, found) else found
+
+    return metrics
+
+
+def _post_process(config: Config, hooks: Hooks, args: Args) -> PostProcess:
+    if hooks.custom_reward_post_process is not None:
+        return custom_post_process(hooks.custom_reward_post_process, args)
+    algorithm, key = config.algorithm, config.reward.reward_key
+    estimator = advantages.get(algorithm.advantage_estimator)
+
+    def post_process(samples: list[Sample]) -> tuple[list[float], list[float]]:
+        raw = [sample.score(key) for sample in samples]
+        if algorithm.disable_rewards_normalization:
+            return raw, raw
+        groups = [sample.group_index for sample in samples]
+        return raw, estimator.normalize_rewards(raw, groups, std=not algorithm.disable_grpo_std_normalization)
+
+    return post_process
