@@ -113,7 +113,7 @@ def converted(convert: Callable[[str], Any], word: str) -> Any:
 
 
 def megatron_entries() -> list[Entry]:
-    """Fields of Megatron-core's configuration classes; ``classes`` says which of them have the field."""
+    """Fields of Megatron-core's configuration classes. A name that several have means the same in each."""
     from megatron.core import ModelParallelConfig
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
@@ -123,11 +123,7 @@ def megatron_entries() -> list[Entry]:
     for cls in (TransformerConfig, ModelParallelConfig, OptimizerConfig, DistributedDataParallelConfig):
         docs = field_docs(cls)
         for field in dataclasses.fields(cls):
-            if field.name.startswith("_"):
-                continue
-            if field.name in found:
-                found[field.name]["classes"].append(cls.__name__)
-            else:
+            if not field.name.startswith("_") and field.name not in found:
                 found[field.name] = field_entry(field, cls, docs.get(field.name, ""))
     return list(found.values())
 
@@ -144,7 +140,6 @@ def field_entry(field: dataclasses.Field[Any], cls: type, doc: str) -> Entry:
         choices=choices,
         default=short_default(field.default),
         help=first_sentence(doc),
-        classes=[cls.__name__],
     )
 
 

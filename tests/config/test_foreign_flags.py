@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from vime.config import parse_config, resolve
-from vime.config.foreign import command_words, manifest, megatron_fields
+from vime.config.foreign import command_words, manifest
 from vime.config.foreign.megatron_lm import ALIASES
 from vime.config.foreign.owned import OWNED
+from vime.config.kinds import human_int
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,8 +33,28 @@ def test_vllm_flags_have_a_prefix_and_keep_their_kind(flags):
     }
 
 
-def test_vllm_sizes_with_suffixes_stay_as_written(flags):
-    assert parse_config(flags("--vllm-max-model-len", "4k")).vllm["max_model_len"] == "4k"
+@pytest.mark.parametrize(
+    ("word", "value"), [("4k", "4k"), ("4K", "4K"), ("1.5m", "1.5m"), ("auto", "auto"), ("256", 256)]
+)
+def test_vllm_sizes_with_suffixes_stay_as_written(flags, word, value):
+    assert parse_config(flags("--vllm-max-model-len", word)).vllm["max_model_len"] == value
+
+
+@pytest.mark.parametrize(
+    ("written", "number"),
+    [
+        ("4k", 4000),
+        ("4K", 4096),
+        ("25.6k", 25600),
+        ("1M", 1 << 20),
+        (256, 256),
+        ("auto", None),
+        (-1, None),
+        (None, None),
+    ],
+)
+def test_the_number_behind_a_size(written, number):
+    assert human_int(written) == number
 
 
 @pytest.mark.parametrize("word", ["--no-vllm-enable-prefix-caching", "--vllm-no-enable-prefix-caching"])
@@ -74,12 +95,12 @@ def test_a_switch_without_a_negation_is_left_out_when_it_is_off():
 def test_megatron_fields_are_flags_under_their_names(flags):
     words = "--attention-softmax-in-fp32 --no-masked-softmax-fusion --overlap-grad-reduce --loss-scale 1024"
     config = parse_config(flags(*words.split()))
-    assert megatron_fields(config.megatron, "TransformerConfig") == {
+    assert config.megatron == {
         "attention_softmax_in_fp32": True,
         "masked_softmax_fusion": False,
+        "overlap_grad_reduce": True,
+        "loss_scale": 1024.0,
     }
-    assert megatron_fields(config.megatron, "DistributedDataParallelConfig") == {"overlap_grad_reduce": True}
-    assert megatron_fields(config.megatron, "OptimizerConfig") == {"loss_scale": 1024.0}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +128,7 @@ def test_the_last_of_two_names_for_one_field_wins(flags):
     ("words", "message"),
     [
         ("--vllm-max-num-seqs x", "--vllm-max-num-seqs expects a whole number, not 'x'"),
-        ("--vllm-max-model-len 4z", "--vllm-max-model-len expects a whole number, perhaps as 4k or 1.5M, not '4z'"),
+        ("--vllm-max-model-len 4z", "--vllm-max-model-len expects a whole number, perhaps as 4k or 1.5m, not '4z'"),
         (
             "--vllm-speculative-config ngram",
             "--vllm-speculative-config expects JSON, an object or a list, e.g. '{\"key\": 1}', not 'ngram'",
@@ -169,4 +190,4 @@ def test_manifests_are_those_of_the_installed_versions(program):
 
 
 def _essence(entry):
-    return {key: entry.get(key) for key in ("dest", "kind", "list", "append", "negatable", "classes")}
+    return {key: entry.get(key) for key in ("dest", "kind", "list", "append", "negatable")}

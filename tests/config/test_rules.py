@@ -146,6 +146,13 @@ def test_evaluation_file(flags, tmp_path):
     assert message == f"--eval-config {path}: eval.datasets[0]: path is missing"
 
 
+def test_files_of_the_evaluation_file(flags, tmp_path, prompt_file):
+    path = tmp_path / "eval.yaml"
+    path.write_text(f"eval:\n  datasets:\n    - {{name: a, path: {prompt_file}}}\n    - {{name: b, path: b.jsonl}}\n")
+    (message,) = said(flags("--eval-interval", "1", "--eval-config", str(path)))
+    assert message == f"--eval-config {path}: b b.jsonl: no such file"
+
+
 def test_tensor_parallelism_must_divide_heads_and_slots(flags):
     messages = said(flags("--tensor-model-parallel-size", "4", "--actor-num-gpus-per-node", "6"))
     assert messages == (

@@ -86,12 +86,28 @@ def to_json_or_str(raw: Any) -> Any:
         return raw
 
 
-def to_human_int(raw: Any) -> str:
-    """vLLM's 4k, 4K, 1.5M and auto; kept as written, since vLLM decides what a suffix means."""
+def to_human_int(raw: Any) -> int | str:
+    """vLLM's 4k, 4K, 1.5m and auto stay as written, since vLLM reads them again; a plain number is one."""
     text = to_str(raw)
-    if not re.fullmatch(r"auto|-?\d+|\d+(\.\d+)?[kKmMgGtT]", text):
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    if not re.fullmatch(r"auto|\d+(\.\d+)?[kmgt]|\d+[KMGT]", text):
         raise ValueError(raw)
     return text
+
+
+def human_int(value: int | str | None) -> int | None:
+    """The number behind what ``to_human_int`` let pass; None where vLLM is to find it (auto, -1, not given).
+
+    As in vLLM 0.32: k, m, g, t are powers of 1000 and may follow a decimal; K, M, G, T are powers of 1024.
+    """
+    if value is None or value in ("auto", -1):
+        return None
+    if isinstance(value, int):
+        return value
+    number, suffix = value[:-1], value[-1]
+    base = 1000 if suffix.islower() else 1024
+    return int(float(number) * base ** ("kmgt".index(suffix.lower()) + 1))
 
 
 def to_json_object(raw: Any) -> dict[str, Any]:
@@ -140,7 +156,7 @@ JSON = Kind(expected="JSON, an object or a list, e.g. '{\"key\": 1}'", convert=t
 JSON_OBJECT = Kind(expected="a JSON object, e.g. '{\"key\": 1}'", convert=to_json_object)
 PAIRS = Kind(expected="pairs of a name and a path", words=Words.MANY, convert=to_pairs, appends=True)
 
-HUMAN_INT = Kind(expected="a whole number, perhaps as 4k or 1.5M", convert=to_human_int)
+HUMAN_INT = Kind(expected="a whole number, perhaps as 4k or 1.5m", convert=to_human_int)
 JSON_OR_STR = Kind(expected="a text or JSON", convert=to_json_or_str)
 
 BY_NAME: dict[str, Kind] = {

@@ -31,7 +31,6 @@ class ForeignFlag:
     choices: tuple[str, ...] = ()
     default: str = ""  # as Python writes it; empty where it is long
     help: str = ""
-    classes: tuple[str, ...] = ()  # Megatron: the configuration classes which have the field
 
     @property
     def value_kind(self) -> Kind:
@@ -72,9 +71,3 @@ def command_words(program: Program, values: Mapping[str, Any]) -> Iterator[str]:
 
 def _word(value: Any) -> str:
     return json.dumps(value) if isinstance(value, dict | list) else str(value)
-
-
-def megatron_fields(values: Mapping[str, Any], cls: str) -> dict[str, Any]:
-    """Those of ``config.megatron`` which are fields of one Megatron class, e.g. ``TransformerConfig``."""
-    of_class = {flag.dest for flag in manifest("megatron").values() if cls in flag.classes}
-    return {name: value for name, value in values.items() if name in of_class}

@@ -31,6 +31,7 @@ OWNED: Mapping[str, Mapping[str, str]] = {
         "grpc-port": _ENGINE_PORTS,
         "host": _ENGINE_ADDRESS,
         "uds": _ENGINE_ADDRESS,
+        "enable-scale-out": "it is always on: requests and answers are token ids",
         "headless": _ENGINE_ADDRESS,
         "grpc": "vime speaks HTTP with its engines",
         "api-key": "engines listen on loopback, or within the cluster",

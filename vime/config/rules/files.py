@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vime.config.config import Config
 from vime.config.rules.base import Violation, known
+from vime.errors import UserError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -66,6 +67,7 @@ def save_is_free(config: Config) -> Iterator[Violation]:
 def prompt_files(config: Config) -> Iterator[Violation]:
     files = [("--prompt-data", config.data.prompt_data)]
     files += [(f"--eval-prompt-data {name}", path) for name, path in config.evaluation.eval_prompt_data]
+    files += _evaluation_file(config)
     for flag, given in files:
         if given is None:
             continue
@@ -74,6 +76,20 @@ def prompt_files(config: Config) -> Iterator[Violation]:
             yield Violation(f"{flag} {given}: only .jsonl files are read")
         elif not path.is_file():
             yield Violation(f"{flag} {given}: no such file")
+
+
+def _evaluation_file(config: Config) -> list[tuple[str, str | None]]:
+    """The data sets of ``--eval-config``; none where another rule says that the file is wrong."""
+    from vime.config.eval_datasets import eval_datasets
+
+    given = config.evaluation.eval_config
+    if given is None:
+        return []
+    try:
+        sets = eval_datasets(config)[len(config.evaluation.eval_prompt_data) :]
+    except UserError:
+        return []
+    return [(f"--eval-config {given}: {each.name}", each.path) for each in sets]
 
 
 def templates(config: Config) -> Iterator[Violation]:

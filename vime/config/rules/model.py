@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vime.config.config import Config
+from vime.config.kinds import human_int
 from vime.config.rules.base import Violation, known
 from vime.errors import UserError
 
@@ -113,11 +114,11 @@ def context_fits(config: Config) -> Iterator[Violation]:
 def _context_limits(config: Config, context: int | None) -> Iterator[tuple[str, int]]:
     if context is not None:
         yield "the longest context", context
-    engine = str(config.vllm.get("max_model_len", ""))
-    if engine.isdigit():
-        yield "--vllm-max-model-len", int(engine)
+    engine = human_int(config.vllm.get("max_model_len"))
+    if engine is not None:
+        yield "--vllm-max-model-len", engine
     shape = _shape_or_none(config)
-    if shape is not None and not engine:
+    if shape is not None and engine is None:
         yield "the model's context", shape.max_position_embeddings
 
 
