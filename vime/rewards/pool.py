@@ -30,6 +30,7 @@ class GraderProcessPool:
         memory_limit_bytes: address space of each process; 0 for no limit.
         start_deadline_s: of starting a process, and of importing a grader.
         preload: graders that each process imports and tries before it takes work.
+        worker_module: what runs in the processes.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class GraderProcessPool:
         memory_limit_bytes: int = 1 << 30,
         start_deadline_s: float = 60.0,
         preload: Sequence[str] = (),
+        worker_module: str = "vime.rewards.worker",
     ) -> None:
         if workers < 1 or deadline_s <= 0:
             raise ValueError(f"a grader pool needs workers and a deadline, not {workers} and {deadline_s} s")
@@ -48,6 +50,7 @@ class GraderProcessPool:
         self._memory_limit_bytes = memory_limit_bytes
         self._start_deadline_s = start_deadline_s
         self._preload = tuple(preload)
+        self._worker_module = worker_module
         self._idle: asyncio.Queue[GraderProcess | ProcessEnded | None] = asyncio.Queue()  # None: the pool is closed
         self._processes: set[GraderProcess] = set()
         self._starts: set[asyncio.Task[None]] = set()
@@ -145,7 +148,10 @@ class GraderProcessPool:
             self._processes.discard(killed)
         try:
             process = await GraderProcess.start(
-                memory_limit_bytes=self._memory_limit_bytes, preload=self._preload, deadline_s=self._start_deadline_s
+                self._worker_module,
+                memory_limit_bytes=self._memory_limit_bytes,
+                preload=self._preload,
+                deadline_s=self._start_deadline_s,
             )
         except (ProcessEnded, OSError) as error:
             self._idle.put_nowait(ProcessEnded(f"no grader process could be started: {error}"))

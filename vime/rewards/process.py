@@ -30,8 +30,10 @@ class GraderProcess:
         self._errors = errors
 
     @classmethod
-    async def start(cls, *, memory_limit_bytes: int, preload: Sequence[str], deadline_s: float) -> GraderProcess:
-        """Starts the process and waits until its graders are loaded.
+    async def start(
+        cls, module: str, *, memory_limit_bytes: int, preload: Sequence[str], deadline_s: float
+    ) -> GraderProcess:
+        """Starts ``python -m module`` and waits until its graders are loaded.
 
         Raises:
             ProcessEnded: it ended, or was not ready in time.
@@ -39,7 +41,7 @@ class GraderProcess:
         errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         arguments = [str(os.getpid()), str(memory_limit_bytes), *preload]
         process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-P", "-m", "vime.rewards.worker", *arguments],
+            *[sys.executable, "-P", "-m", module, *arguments],
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
@@ -117,6 +119,9 @@ class GraderProcess:
         return ProcessEnded(f"the grader process ended {how}" + (f": {last}" if last else ""))
 
     def _last_error(self) -> str:
+        """The last line on its standard error; empty where we ended it ourselves."""
+        if self._errors.closed:
+            return ""
         self._errors.seek(0)
         lines = self._errors.read()[-4000:].decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -1,0 +1,33 @@
+"""A grader process with graders that misbehave."""
+
+import os
+import sys
+import time
+
+from vime.rewards import registry, worker
+from vime.types import Grade
+
+
+def grade(response, label, metadata):
+    match response:
+        case "hang":
+            time.sleep(3600)
+        case "spin":
+            while True:
+                pass
+        case "crash":
+            os._exit(3)
+        case "bomb":
+            bytearray(1 << 40)
+        case "raise":
+            raise ZeroDivisionError("by nought")
+        case "print":
+            print("not a grade")
+        case "slow":
+            time.sleep(0.05)
+    return Grade(score=float(os.getpid() if response == "pid" else label))
+
+
+if __name__ == "__main__":
+    registry.load = lambda name: grade
+    sys.exit(worker.main(sys.argv[1:]))

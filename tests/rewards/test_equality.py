@@ -1,0 +1,114 @@
+"""Which answers are the same mathematics. Pairs are answer | label."""
+
+import pytest
+
+from vime.rewards.equality import compare, same_answer
+from vime.types import GradeStatus
+
+EQUAL = r"""
+2/4 | 1/2
+\frac{2}{4} | \frac12
+50% | 0.5
+50\% | 0.5
+1\,000 | 1000
+1{,}000 | 1000
+1 000 | 1000
+1,000 | 1000
+2^{10} | 1024
+2**10 | 1024
+2**3**2 | 512
+x\in[1,2] | [1,2]
+\binom{5}{2} | 10
+\{1,2\} | \{2,1\}
+\frac12 | .5
+\dfrac{1}{2} | 0.5
+1\frac12 | 3/2
+34.0 | 34
+034 | 34
+x=34 | 34
+\text{34} | 34
+34^\circ | 34
+34^{\circ} | 34
+34° | 34
+\$34 | 34
+$34$ | 34
+\(34\) | 34
+"34." | 34
+34. | 34
+**34** | 34
+34 | \boxed{34}
+(1,2) | (1, 2)
+2\sqrt3 | \sqrt{12}
+(x+1)^2 | x^2+2x+1
+-\frac12 | \frac{-1}{2}
+−5 | -5
+(A) | A
+3+4i | 3+4i
+xy | yx
+3x+2 | 2+3x
+\text{East} | east
+1e5 | 100000
+3\times 10^8 | 300000000
+12 cm | 12
+\frac{\sqrt3}{2} | 0.866025
+\begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix} 1 \\ 2 \end{pmatrix}
+(-\infty,3) | (-\infty, 3)
+9**9**9**9 | 9**9**9**9
+"""
+
+NOT_EQUAL = r"""
+9007199254740993 | 9007199254740992
+9007199254740993 | 9007199254740992.0
+x=9007199254740993 | 9007199254740992
+yearly | ly
+listen | silent
+(1,2) | [1,2]
+(1,2) | (2,1)
+0.333 | 1/3
+0.3333333333 | \frac13
+1000000.0000001 | 1000000
+3.14159 | \pi
+\sqrt2 | 1.414
+34 or 35 | 35
+9**9 | 9
+2 | -2
+x+1 | x+2
+A | B
+\begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}2\\1\end{pmatrix}
+1/0 | 0
+"""
+
+
+def pairs(listing):
+    return [tuple(part.strip() for part in line.split(" | ")) for line in listing.strip().splitlines()]
+
+
+@pytest.mark.parametrize(("answer", "label"), pairs(EQUAL))
+def test_equal(answer, label):
+    assert same_answer(answer, label)
+
+
+@pytest.mark.parametrize(("answer", "label"), pairs(NOT_EQUAL))
+def test_not_equal(answer, label):
+    assert not same_answer(answer, label)
+
+
+def test_integers_of_five_thousand_digits_are_compared_as_text():
+    assert same_answer("7" * 5000, "7" * 5000)
+    assert not same_answer("7" * 5000, "7" * 4999 + "8")
+
+
+@pytest.mark.parametrize("label", [None, "", "  "])
+def test_without_a_label_there_is_no_score(label):
+    assert compare("34", label).status is GradeStatus.ERROR
+
+
+def test_an_empty_answer_is_invalid_and_counts_as_zero():
+    grade = compare(" ", "34")
+    assert (grade.score, grade.status) == (0.0, GradeStatus.INVALID)
+
+
+def test_the_detail_is_one_short_line():
+    detail = compare("a\nb" * 500, "34").detail
+    assert "\n" not in detail
+    assert len(detail) == 200

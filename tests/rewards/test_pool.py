@@ -1,0 +1,154 @@
+"""The pool: whatever a grader does, every answer gets a Grade in time, and nothing is left behind."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from vime.rewards import GraderProcessPool
+from vime.types import GradeStatus
+
+
+@contextlib.asynccontextmanager
+async def running(workers=1, deadline_s=1.0, module="tests.rewards.bad_worker", **options):
+    pool = GraderProcessPool(workers, deadline_s, worker_module=module, **options)
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.close()
+
+
+def grader_processes():
+    return [child for child in psutil.Process().children() if "rewards" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize("how", ["hang", "spin"])
+async def test_a_grader_that_never_ends_is_an_error_after_its_deadline_and_the_next_answer_is_graded(how):
+    async with running() as pool:
+        stuck, after = await asyncio.gather(pool.grade("x", how, "1", {}), pool.grade("x", "", "2", {}))
+        assert (stuck.status, stuck.detail) == (GradeStatus.ERROR, "deadline of 1 s exceeded")
+        assert after.score == 2.0
+        assert pool.counts() == {"scored": 1, "invalid": 0, "error": 1, "deadline_exceeded": 1, "died": 0}
+
+
+async def test_nobody_waits_for_a_grader_that_hangs_in_another_process():
+    async with running(workers=2, deadline_s=30.0) as pool:
+        stuck = asyncio.create_task(pool.grade("x", "hang", "1", {}))
+        await asyncio.sleep(0)
+        grades = await asyncio.gather(*(pool.grade("x", "", str(i), {}) for i in range(20)))
+        assert [grade.score for grade in grades] == list(range(20))
+        assert not stuck.done()
+        stuck.cancel()
+
+
+async def test_a_process_that_ends_by_itself_is_an_error_and_replaced():
+    async with running(deadline_s=30.0) as pool:
+        crashed, after = await asyncio.gather(pool.grade("x", "crash", "1", {}), pool.grade("x", "", "2", {}))
+        assert crashed.detail == "the grader process ended with exit status 3"
+        assert after.score == 2.0
+        assert pool.counts()["died"] == 1
+
+
+async def test_an_idle_process_that_was_killed_is_replaced_before_the_next_grading():
+    async with running(deadline_s=30.0) as pool:
+        pid = int((await pool.grade("x", "pid", "", {})).score)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.3)
+        assert (await pool.grade("x", "", "5", {})).score == 5.0
+
+
+async def test_memory_is_limited_and_the_process_goes_on():
+    async with running(deadline_s=30.0) as pool:
+        assert (await pool.grade("x", "bomb", "1", {})).detail == "the memory limit was reached"
+        assert (await pool.grade("x", "", "2", {})).score == 2.0
+
+
+async def test_an_exception_is_an_error_with_its_message():
+    async with running(deadline_s=30.0) as pool:
+        assert (await pool.grade("x", "raise", "1", {})).detail == "x raised ZeroDivisionError: by nought"
+
+
+async def test_what_a_grader_prints_does_not_disturb():
+    async with running(deadline_s=30.0) as pool:
+        assert (await pool.grade("x", "print", "1", {})).score == 1.0
+
+
+async def test_two_hundred_gradings_at_once_come_back_in_order():
+    async with running(workers=2, deadline_s=30.0, module="vime.rewards.worker") as pool:
+        grades = await asyncio.gather(
+            *(pool.grade("last_number", f"it is {i}", str(i if i % 3 else -1), {}) for i in range(200))
+        )
+        assert [grade.score for grade in grades] == [float(i % 3 != 0) for i in range(200)]
+
+
+@pytest.mark.parametrize("answer", ["9**9**9**9", "9^{9^{9^9}}", "(x+1)**5000", "2**(10**9)"])
+async def test_answers_that_would_take_for_ever_are_errors_and_no_zeros(answer):
+    async with running(deadline_s=1.5, module="vime.rewards.worker", preload=["math"]) as pool:
+        as_answer = await pool.grade("math", rf"\boxed{{{answer}}}", "34", {})
+        as_label = await pool.grade("math", r"\boxed{34}", answer, {})
+        assert [as_answer.status, as_label.status] == [GradeStatus.ERROR] * 2
+
+
+async def test_a_cancelled_grading_frees_its_place():
+    async with running(deadline_s=30.0) as pool:
+        task = asyncio.create_task(pool.grade("x", "hang", "1", {}))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        assert (await pool.grade("x", "", "2", {})).score == 2.0
+
+
+async def test_close_leaves_no_process_whatever_runs():
+    pool = GraderProcessPool(2, 30.0, worker_module="tests.rewards.bad_worker")
+    await pool.start()
+    tasks = [asyncio.create_task(pool.grade("x", "hang", "1", {})) for _ in range(3)]
+    await asyncio.sleep(0.2)
+    assert len(grader_processes()) == 2
+    await pool.close()
+    assert grader_processes() == []
+    assert {grade.status for grade in await asyncio.gather(*tasks)} == {GradeStatus.ERROR}
+    assert (await pool.grade("x", "", "1", {})).detail == "the grader pool is closed"
+
+
+async def test_close_while_processes_still_start():
+    pool = GraderProcessPool(2, 30.0)
+    task = asyncio.create_task(pool.grade("math", "", "1", {}))
+    await asyncio.sleep(0.05)
+    await pool.close()
+    assert (await task).status is GradeStatus.ERROR
+    assert grader_processes() == []
+
+
+async def test_a_process_that_cannot_start_says_why():
+    pool = GraderProcessPool(1, 1.0, worker_module="tests.rewards.no_such_module")
+    grade = await pool.grade("x", "", "1", {})
+    await pool.close()
+    assert grade.detail.startswith("no grader process could be started: the grader process ended with exit status 1")
+    assert "no_such_module" in grade.detail
+
+
+PARENT = """
+import asyncio
+from vime.rewards import GraderProcessPool
+async def main():
+    pool = GraderProcessPool(1, 600.0, worker_module="tests.rewards.bad_worker")
+    print(int((await pool.grade("x", "pid", "", {})).score), flush=True)
+    await pool.grade("x", "spin", "1", {})
+asyncio.run(main())
+"""
+
+
+def test_processes_die_with_their_parent_even_while_they_grade():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        child.wait(timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

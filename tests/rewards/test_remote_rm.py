@@ -1,0 +1,116 @@
+"""The reward service's client, against a server on loopback."""
+
+import asyncio
+import contextlib
+
+import pytest
+from aiohttp import web
+
+from vime.rewards.hub import RewardHub
+from vime.rewards.remote_rm import RemoteReward
+from vime.rewards.values import RewardFailed
+
+from .test_hub import FakePool, Settings, rewarded, sample
+
+
+@contextlib.asynccontextmanager
+async def service(answer, **options):
+    """A service whose answers ``answer(number of the request, body)`` makes; yields (client, bodies received)."""
+    bodies = []
+
+    async def handle(request):
+        bodies.append(await request.json())
+        return await answer(len(bodies), bodies[-1])
+
+    app = web.Application()
+    app.router.add_post("/reward", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    client = RemoteReward(f"http://127.0.0.1:{port}/reward", backoff_s=0.001, **options)
+    try:
+        yield client, bodies
+    finally:
+        await client.close()
+        await runner.cleanup()
+
+
+async def test_the_reward_of_prompt_response_and_label():
+    async def answer(number, body):
+        return web.json_response(0.75)
+
+    async with service(answer) as (client, bodies):
+        one = sample(prompt=[{"role": "user", "content": "q"}])
+        await rewarded(RewardHub(Settings("remote_rm"), FakePool(), remote=client), one)
+        assert one.reward == 0.75
+        assert bodies == [{"prompt": [{"role": "user", "content": "q"}], "response": "r", "label": "l"}]
+
+
+async def test_the_prefix_boxed_sends_the_content_of_the_box():
+    async def answer(number, body):
+        return web.json_response(1)
+
+    async with service(answer) as (client, bodies):
+        hub = RewardHub(Settings("boxed_remote_rm"), FakePool(), remote=client)
+        await rewarded(hub, sample(response=r"so \boxed{5}"))
+        assert bodies[0]["response"] == "5"
+
+
+async def test_server_errors_are_tried_again():
+    async def answer(number, body):
+        return web.json_response(1.0) if number == 3 else web.Response(status=503)
+
+    async with service(answer) as (client, bodies):
+        assert await client.ask("p", "r", None) == 1.0
+        assert len(bodies) == 3
+
+
+async def test_ten_server_errors_are_enough():
+    async def answer(number, body):
+        return web.Response(status=500, text="out of\nmemory")
+
+    async with service(answer) as (client, bodies):
+        with pytest.raises(RewardFailed, match=r"answered 500: out of memory \(10 tries\)"):
+            await client.ask("p", "r", None)
+        assert len(bodies) == 10
+
+
+async def test_a_client_error_is_never_tried_again():
+    async def answer(number, body):
+        return web.Response(status=422, text="no label")
+
+    async with service(answer) as (client, bodies):
+        with pytest.raises(RewardFailed, match="answered 422: no label"):
+            await client.ask("p", "r", None)
+        assert len(bodies) == 1
+
+
+async def test_no_answer_in_time_is_a_failure():
+    async def answer(number, body):
+        await asyncio.sleep(5)
+
+    async with service(answer, timeout_s=0.05) as (client, _):
+        with pytest.raises(RewardFailed, match=r"no answer within 0\.05 s"):
+            await client.ask("p", "r", None)
+
+
+async def test_nobody_there():
+    client = RemoteReward("http://127.0.0.1:9/reward", tries=2, backoff_s=0.001)
+    with pytest.raises(RewardFailed, match=r"ClientConnectorError.*\(2 tries\)"):
+        await client.ask("p", "r", None)
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "what"), [("oops", "answered no JSON: oops"), ('"1"', "must be a number, not '1'"), ("NaN", "finite")]
+)
+async def test_what_is_no_number_is_an_error(text, what):
+    async def answer(number, body):
+        return web.Response(text=text)
+
+    async with service(answer) as (client, _):
+        one = await rewarded(RewardHub(Settings("remote_rm"), FakePool(), remote=client))
+        assert what in one.grade.detail
+        assert one.reward is None
