@@ -1,0 +1,149 @@
+"""Generation through the router: token ids in, token ids and their log-probs out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vime.serving.control import EngineControl, parse_version
+from vime.serving.http import EngineError, HttpServer, Refused, Unreachable
+from vime.types import Generation, SamplingParams, WeightVersion
+
+__all__ = ["EngineError", "RouterClient", "parse_generation", "request_body"]
+
+ATTEMPTS = 4
+BACKOFF_S = 0.5  # before the second attempt; doubles for each further one
+ABORT_PERIOD_S = 0.2
+ABORT_TIMEOUT_S = 60.0
+ENGINE_ID_PREFIX = "generate-tokens-"  # vLLM puts it before the id that a request came with
+FINISH_REASONS = ("stop", "length", "abort")
+NO_LOG_PROB = -9999.0  # what vLLM writes in place of NaN and -inf
+
+
+class RouterClient:
+    """Implements ``ports.Generator`` over the router, or over one engine if given its URL.
+
+    A request is tried again only when nobody answered or a server failed (5xx), and within its one deadline. A repeated
+    request samples the same tokens, because its seed is part of it.
+
+    Args:
+        engines: where ``abort`` goes; the router knows no such call.
+        request_timeout_s: deadline of one generation, all attempts together.
+    """
+
+    def __init__(self, url: str, engines: Sequence[EngineControl] = (), *, request_timeout_s: float = 1800.0) -> None:
+        self._router = HttpServer("the router", url)
+        self._engines = engines
+        self._request_timeout_s = request_timeout_s
+        self._run = uuid.uuid4().hex[:12]
+        self._numbers = itertools.count()
+        self._in_flight: set[str] = set()
+
+    async def generate(self, token_ids: Sequence[int], params: SamplingParams, *, session_id: str) -> Generation:
+        """Samples one continuation of ``token_ids``. Requests of one session reach the same engine.
+
+        Raises:
+            EngineError: no attempt was answered, the request is wrong (4xx), or the answer cannot be trained on.
+        """
+        request_id = f"vime-{self._run}-{next(self._numbers)}"
+        headers = {"x-session-id": session_id, "x-request-id": request_id}
+        body = request_body(token_ids, params) | {"request_id": request_id}
+        self._in_flight.add(ENGINE_ID_PREFIX + request_id)
+        try:
+            async with asyncio.timeout(self._request_timeout_s):
+                return parse_generation(await self._answer(body, headers))
+        except TimeoutError:
+            waited = f"{self._request_timeout_s:g} s"
+            raise EngineError(
+                f"{self._router} did not answer a request of session {session_id} within {waited}"
+            ) from None
+        finally:
+            self._in_flight.discard(ENGINE_ID_PREFIX + request_id)
+
+    async def _answer(self, body: dict[str, Any], headers: Mapping[str, str]) -> Any:
+        for attempt in itertools.count(1):
+            try:
+                return await self._router.call(
+                    "POST", "/inference/v1/generate", body, timeout_s=self._request_timeout_s, headers=headers
+                )
+            except (Unreachable, Refused) as error:
+                if attempt == ATTEMPTS or (isinstance(error, Refused) and error.status < 500):
+                    raise
+            await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
+        raise AssertionError("unreachable")
+
+    async def abort(self) -> None:
+        """Ends this client's requests in flight, and returns when each has answered with what it has.
+
+        Requests may still be on their way to an engine, so the call is repeated until none is left.
+
+        Raises:
+            EngineError: some are left after a minute.
+        """
+        try:
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                while self._in_flight:
+                    ids = sorted(self._in_flight)
+                    await asyncio.gather(*(engine.abort(ids) for engine in self._engines if engine.dead is None))
+                    await asyncio.sleep(ABORT_PERIOD_S)
+        except TimeoutError:
+            left = len(self._in_flight)
+            raise EngineError(f"{left} requests did not end within {ABORT_TIMEOUT_S:g} s of being aborted") from None
+
+    async def close(self) -> None:
+        await self._router.close()
+
+
+def request_body(token_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
+    """A request to ``/inference/v1/generate``. Every parameter is given, so that no server default matters."""
+    sampling = {
+        "max_tokens": params.max_tokens,
+        "min_tokens": params.min_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": params.ignore_eos,
+        "seed": params.seed,
+        "logprobs": 0,  # of the sampled token alone
+        "detokenize": bool(params.stop),  # text is needed to find stop strings, and for nothing else
+        "skip_special_tokens": params.skip_special_tokens,
+    }
+    return {"token_ids": list(token_ids), "sampling_params": sampling}
+
+
+def parse_generation(answer: Any) -> Generation:
+    """The first choice of an answer.
+
+    Raises:
+        EngineError: it has no choice, a finish reason that we do not know, or a token without log-prob or version.
+    """
+    try:
+        choice = answer["choices"][0]
+        token_ids: list[int] = choice["token_ids"]
+        content = (choice["logprobs"] or {}).get("content") or []
+        log_probs = [float(token["logprob"]) for token in content]
+        versions = _spread(choice["weight_versions"] or [], len(token_ids))
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise EngineError(f"an engine's answer cannot be read ({error!r}): {str(answer)[:300]}") from None
+    if choice["finish_reason"] not in FINISH_REASONS:
+        raise EngineError(f"an engine ended a request with {choice['finish_reason']!r}")
+    if len(log_probs) != len(token_ids) or NO_LOG_PROB in log_probs:
+        raise EngineError("an engine sampled a token without a finite log-prob; its weights are probably not finite")
+    return Generation(
+        token_ids=token_ids, log_probs=log_probs, weight_versions=versions, finish_reason=choice["finish_reason"]
+    )
+
+
+def _spread(spans: Sequence[Mapping[str, Any]], length: int) -> list[WeightVersion]:
+    """Spans of tokens with one version each → one version a token. Spans leave no gaps."""
+    versions: list[WeightVersion] = []
+    for span in spans:
+        versions += [parse_version(span["version"])] * (span["end"] - span["start"])
+    if len(versions) != length:
+        raise ValueError(f"weight versions of {len(versions)} tokens, not {length}")
+    return versions

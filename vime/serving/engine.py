@@ -1,0 +1,219 @@
+"""One vLLM server process: its flags, its start, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vime.errors import UserError
+from vime.serving.control import EngineControl
+from vime.serving.health import check_generates
+from vime.serving.http import EngineError
+from vime.serving.process import ReservedPort, ServerProcess, command_line
+
+if TYPE_CHECKING:
+    from vime.config import Config
+
+LOOPBACK = "127.0.0.1"
+POLL_S = 0.2
+CPU_KV_CACHE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """What an engine serves, and how. ``flags`` are vLLM's, by attribute name; they win over defaults of ours
+    but not over what vime itself decides (which the configuration refuses by name)."""
+
+    model: Path
+    dtype: str = "auto"
+    max_model_len: int | None = None  # None: the model's own, or on a CPU as much as the cache can hold
+    tensor_parallel_size: int = 1
+    cpu: bool = True
+    threads: int = 1  # compute threads; for CPUs only
+    seed: int = 0  # of requests without one of their own
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (self.model / "config.json").is_file():
+            raise UserError(f"--hf-checkpoint {self.model}: there is no config.json; it must be a Hugging Face folder")
+
+    def command(self, host: str, port: int) -> list[str]:
+        """The server's command line. The ``vllm`` command itself is broken in the CPU build."""
+        owned = {
+            "model": self.model,
+            "host": host,
+            "port": port,
+            "seed": self.seed,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "enable_scale_out": True,  # the token-in, token-out endpoint
+            "logprobs_mode": "processed_logprobs",  # those of the distribution that was sampled from
+            "weight_transfer_config": {"backend": "vime"},
+            "worker_extension_cls": "vime.serving.transfer.VimeWorkerExtension",
+        }
+        flags = self._defaults() | dict(self.flags) | owned
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command_line(flags)]
+
+    def _defaults(self) -> dict[str, Any]:
+        defaults: dict[str, Any] = {
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "disable_uvicorn_access_log": True,
+        }
+        if not self.cpu:
+            return defaults
+        # A seeded request whose prefill comes in chunks ends vLLM 0.32's CPU engine.
+        defaults |= {"enforce_eager": True, "enable_chunked_prefill": False}
+        defaults["max_model_len"] = self.max_model_len or "auto"
+        if "gpu_memory_utilization" not in self.flags:  # vLLM's default would take most of the machine
+            defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+        return defaults
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the server."""
+        variables = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight updates
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": os.pathsep.join(filter(None, (_package_root(), os.environ.get("PYTHONPATH", "")))),
+        }
+        if self.cpu:
+            # 0: the worker lives in the engine core's process, which saves 10 s of imports and half a gigabyte
+            variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(self.threads)}
+            # vLLM's own binding would leave one core idle, and pin engines to the same ones
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        return variables
+
+
+class EngineServer:
+    """One engine. It ends with this process, however this process ends.
+
+    Args:
+        index: number of the engine, for messages and the name of its log.
+        port: 0 for a free one.
+        start_timeout_s: deadline from the start of the process to the first generated token.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        index: int = 0,
+        host: str = LOOPBACK,
+        port: int = 0,
+        log_dir: Path,
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        self.name = f"engine {index}"
+        self._spec = spec
+        self._host = host
+        self._port = port
+        self._log = log_dir / f"engine_{index}.log"
+        self._start_timeout_s = start_timeout_s
+        self._reserved: ReservedPort | None = None
+        self._process: ServerProcess | None = None
+
+    @classmethod
+    def from_config(
+        cls, config: Config, *, index: int, threads: int, log_dir: Path, host: str = LOOPBACK
+    ) -> EngineServer:
+        spec = EngineSpec(
+            model=Path(config.checkpoint.hf_checkpoint),
+            dtype="float32" if config.parallel.fp32 else "float16" if config.parallel.fp16 else "bfloat16",
+            max_model_len=config.rollout.rollout_max_context_len,
+            tensor_parallel_size=config.cluster.rollout_num_gpus_per_engine,
+            cpu=is_cpu_build(),
+            threads=threads,
+            seed=config.data.rollout_seed,
+            flags=config.vllm,
+        )
+        timeout_s = config.engine.engine_start_timeout_s
+        return cls(spec, index=index, host=host, log_dir=log_dir, start_timeout_s=timeout_s)
+
+    @property
+    def url(self) -> str:
+        """Known once the engine was started."""
+        assert self._reserved is not None, "the engine was not started"
+        return f"http://{self._host}:{self._reserved.number}"
+
+    @property
+    def pid(self) -> int:
+        """The process from which all of the engine's processes descend."""
+        assert self._process is not None, "the engine was not started"
+        return self._process.pid
+
+    def start(self) -> str:
+        """Starts the server, waits until it generates, and returns its URL. Not to be called in an event loop.
+
+        Raises:
+            UserError: the port is in use.
+            EngineError: the server ended, with its last words, or was not ready in time.
+        """
+        self._reserved = ReservedPort(self._host, self._port, flag=self.name)
+        command = self._spec.command(self._host, self._reserved.number)
+        self._process = ServerProcess(self.name, command, log=self._log, environment=self._spec.environment())
+        try:
+            asyncio.run(self._ready())
+        except BaseException:
+            self.stop()
+            raise
+        return self.url
+
+    async def _ready(self) -> None:
+        control = EngineControl(self.url, self.name)
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                while not await self._is_up(control):  # noqa: ASYNC110  another process sets no event
+                    await asyncio.sleep(POLL_S)
+                # the first request takes seconds, which would count against somebody's deadline
+                await check_generates(control, timeout_s=self._start_timeout_s)
+        except TimeoutError:
+            assert self._process is not None
+            waited = f"{self._start_timeout_s:g} s"
+            raise EngineError(
+                f"{self.name} was not ready within {waited}. The end of {self._log}:\n{self._process.tail()}"
+            ) from None
+        finally:
+            await control.close()
+
+    async def _is_up(self, control: EngineControl) -> bool:
+        failure = self.failure()
+        if failure is not None:
+            raise EngineError(failure)
+        try:
+            await control.health(timeout_s=5)
+        except EngineError:
+            return False
+        return True
+
+    def failure(self) -> str | None:
+        """Why the server is gone, or None while it runs."""
+        return self._process.failure() if self._process is not None else f"{self.name} was not started"
+
+    def stop(self) -> None:
+        """Ends the server and everything below it; harmless when it has ended already."""
+        if self._process is not None:
+            self._process.stop()
+        if self._reserved is not None:
+            self._reserved.release()
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM computes on CPUs. The build decides which flags an engine needs."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _package_root() -> str:
+    """The folder from which ``import vime`` works in the server's processes."""
+    return str(Path(__file__).resolve().parents[2])

@@ -1,0 +1,104 @@
+"""HTTP with deadlines and with errors that say who did not do what. One connection pool an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import orjson
+
+SHOWN_BYTES = 500  # of an unexpected answer
+
+
+class EngineError(RuntimeError):
+    """An engine or the router did not do what it was asked. The message names it, the call and the reason."""
+
+
+class Unreachable(EngineError):
+    """Nobody answered: the connection could not be made or broke."""
+
+
+class Refused(EngineError):
+    """An answer with an error status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class HttpServer:
+    """The client's side of one server.
+
+    Args:
+        name: how messages call it, e.g. "engine 3".
+        url: "http://host:port".
+    """
+
+    def __init__(self, name: str, url: str) -> None:
+        self.name = name
+        self.url = url.rstrip("/")
+        self._session: aiohttp.ClientSession | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.url})"
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        """Sends one request and returns the JSON of the answer, or its text if it is not JSON, or None if it is empty.
+
+        Raises:
+            Unreachable: no connection.
+            Refused: an error status; the message ends with the server's own words.
+            EngineError: no answer within ``timeout_s``.
+        """
+        payload = None if body is None else orjson.dumps(body)
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._pool().request(method, self.url + path, data=payload, headers=sent) as answer,
+            ):
+                content = await answer.read()
+        except TimeoutError:
+            raise EngineError(f"{self} did not answer {path} within {timeout_s:g} s") from None
+        except aiohttp.ClientError as error:
+            raise Unreachable(f"{self} cannot be reached for {path}: {error or type(error).__name__}") from None
+        if answer.status >= 400:
+            raise Refused(f"{self} answered {path} with {answer.status}: {_reason(content)}", answer.status)
+        return _parsed(content)
+
+    def _pool(self) -> aiohttp.ClientSession:
+        """The session, made in the running event loop; as many connections as there are calls, idle ones are reused."""
+        if self._session is None or self._session.closed:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        return self._session
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+def _parsed(content: bytes) -> Any:
+    try:
+        return orjson.loads(content) if content else None
+    except orjson.JSONDecodeError:
+        return content.decode(errors="replace")
+
+
+def _reason(content: bytes) -> str:
+    """The message within an error answer; servers wrap it in different ways."""
+    answer = _parsed(content)
+    for key in ("error", "message", "detail"):
+        while isinstance(answer, dict) and key in answer:
+            answer = answer[key]
+    return str(answer)[:SHOWN_BYTES]

@@ -1,0 +1,126 @@
+"""Server processes that cannot be left behind, and ports that stay free until their server takes them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from vime.errors import UserError
+
+GUARD = Path(__file__).with_name("guard.py")
+GRACE_S = 5.0  # from SIGTERM to SIGKILL; a server of ours has nothing to save
+LAST_WORDS = 15  # lines of the log that a message shows
+CAUSES = ("Error:", "error:", "Exception:", "CANCELLED", "Killed")
+
+
+class ServerProcess:
+    """One server under a guard: it ends, with all its children, when this process ends in whatever way.
+
+    Args:
+        name: how messages call it.
+        log: file that takes what it prints; an older one is replaced.
+        environment: variables to set on top of this process's own.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> None:
+        self.name = name
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        guarded = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(GRACE_S), *command]
+        with log.open("wb") as output:
+            self._guard = subprocess.Popen(
+                guarded,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | dict(environment),
+                start_new_session=True,  # Ctrl-C at the terminal reaches us alone, and we end it in order
+            )
+
+    @property
+    def pid(self) -> int:
+        """The guard's process id; all processes of the server descend from it."""
+        return self._guard.pid
+
+    def failure(self) -> str | None:
+        """Why the server is gone, in its own last words; None while it runs."""
+        code = self._guard.poll()
+        if code is None:
+            return None
+        return f"{self.name} ended with status {code}: {self.cause()}\nThe end of {self.log}:\n{self.tail()}"
+
+    def cause(self) -> str:
+        """The last line of the log that looks like an error."""
+        lines = [line.strip() for line in self._lines() if any(word in line for word in CAUSES)]
+        return lines[-1] if lines else "no error in its log"
+
+    def tail(self) -> str:
+        return "\n".join(self._lines()[-LAST_WORDS:])
+
+    def _lines(self) -> list[str]:
+        return self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
+
+    def stop(self) -> None:
+        """Asks the server to end and returns when its whole tree is gone, little more than ``GRACE_S`` later at most."""
+        if self._guard.poll() is None:
+            self._guard.send_signal(signal.SIGTERM)
+        self._guard.wait(GRACE_S + 10)
+
+
+class ReservedPort:
+    """A port that the kernel gives to nobody else until it is released, while a server of ours may listen on it.
+
+    This works because a bound socket that does not listen leaves the port to others which, like it, allow reuse; vLLM
+    and the router do. A port that is picked and let go may be taken before the server, seconds later, comes to it.
+
+    Args:
+        port: the port wanted; 0 for any.
+        flag: the flag that names the port, for the message.
+
+    Raises:
+        UserError: a given port is in use.
+    """
+
+    def __init__(self, host: str, port: int = 0, *, flag: str = "the port") -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            raise UserError(
+                f"{flag}: port {port} of {host} cannot be used: {error.strerror}; give another one"
+            ) from None
+        self.number: int = self._socket.getsockname()[1]
+
+    def release(self) -> None:
+        self._socket.close()
+
+
+def command_line(flags: Mapping[str, object]) -> list[str]:
+    """Flags by attribute name → command line. True is the bare flag, False its ``--no-`` form, None leaves it out.
+
+    Lists give several values; anything else that is not a string or a number goes as JSON.
+    """
+    import json
+
+    words: list[str] = []
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list | tuple):
+            words += [f"--{flag}", *(str(item) for item in value)]
+        elif isinstance(value, str | int | float | Path):
+            words += [f"--{flag}", str(value)]
+        else:
+            words += [f"--{flag}", json.dumps(dict(value) if isinstance(value, Mapping) else value)]
+    return words

@@ -1,0 +1,1 @@
+"""How the trainer's weights reach the engines: the plan, the shared memory, the sync, the proof of arrival."""
