@@ -104,5 +104,5 @@ def test_passes_without_gradients_take_as_many_tokens_unless_given(flags):
 
 
 def test_saved_rollouts_are_only_trained_on(flags):
-    config = parse_config(flags("--load-debug-rollout-data", "dump/{rollout_id}.json"))
+    config = resolve(flags("--load-debug-rollout-data", "dump/{rollout_id}.json")).config
     assert config.ops.debug_train_only is True

@@ -70,10 +70,6 @@ RULES = {
     "--fp16 --fp32": "exactly one of --bf16, --fp16 and --fp32 must hold, not --fp16 and --fp32",
     "--bf16 --fp32": "exactly one of --bf16, --fp16 and --fp32 must hold, not --bf16 and --fp32",
     "--no-bf16": "exactly one of --bf16, --fp16 and --fp32 must hold, not none",
-    "--debug-train-only": "--debug-train-only needs --load-debug-rollout-data: what to train on",
-    "--debug-rollout-only --load-debug-rollout-data {rollout_id}": (
-        "--debug-rollout-only and --load-debug-rollout-data exclude each other"
-    ),
     "--lr-warmup-iters 2 --lr-warmup-fraction 0.1": "--lr-warmup-fraction and --lr-warmup-iters exclude each other",
     # slots
     "--no-colocate --rollout-num-gpus 5 --rollout-num-gpus-per-engine 2": (
@@ -91,7 +87,7 @@ RULES = {
     "--actor-num-gpus-per-node 16": ("--actor-num-gpus-per-node 16 is more than a node has (--num-gpus-per-node 8)"),
     # what this version cannot do yet
     "--ckpt-format torch": "--ckpt-format torch is not yet supported by this version (only torch_dist is)",
-    "--kl-coef 0.1 --ref-load {model}": "--kl-coef 0.1 is not yet supported by this version (only 0 is)",
+    "--kl-coef 0.1 --ref-load {model}": "--kl-coef 0.1 is not yet supported by this version (only 0.0 is)",
     "--expert-model-parallel-size 2": (
         "--expert-model-parallel-size 2 is not yet supported by this version (only 1 is)"
     ),
@@ -161,6 +157,20 @@ def test_tensor_parallelism_must_divide_heads_and_slots(flags):
         "--tensor-model-parallel-size 4 is not yet supported by this version (only 1 is)",
         "--tensor-model-parallel-size 4 does not divide the model's 6 attention heads",
         "--tensor-model-parallel-size 4 does not divide the model's 2 key/value heads",
+    )
+
+
+def test_debugging_only_one_side(flags):
+    alone = "--debug-train-only needs --load-debug-rollout-data: what to train on"
+    assert alone in said(flags("--debug-train-only"))
+    both = "--debug-rollout-only and --load-debug-rollout-data exclude each other"
+    assert both in said(flags("--debug-rollout-only", "--load-debug-rollout-data", "{rollout_id}"))
+
+
+def test_what_this_version_cannot_do_is_refused_even_where_the_flag_is_known(flags):
+    assert said(flags("--save-debug-rollout-data", "{rollout_id}.json", "--debug-rollout-only")) == (
+        "--debug-rollout-only is not yet supported by this version",
+        "--save-debug-rollout-data {rollout_id}.json is not yet supported by this version",
     )
 
 

@@ -17,8 +17,15 @@ ONLY: Mapping[str, Any] = {
     "expert_tensor_parallel_size": 1,
     "ckpt_format": "torch_dist",
     "kl_coef": 0.0,
+    "attention_backend": "auto",
+    "update_weight_buffer_size": 512 << 20,
+    "eval_max_context_len": None,
+    "debug_rollout_only": False,
+    "debug_train_only": False,
+    "save_debug_rollout_data": None,
+    "load_debug_rollout_data": None,
 }
-"""The one value that each of these flags may have."""
+"""The one value that each of these flags may have; None: it may not be given."""
 
 
 def not_yet(config: Config) -> Iterator[Violation]:
@@ -27,11 +34,8 @@ def not_yet(config: Config) -> Iterator[Violation]:
         derived = config.origins.get(name, "").startswith("derived")
         if values[name] != only and not derived:
             said = option(name) if values[name] is True else f"{option(name)} {values[name]}"
-            yield Violation(f"{said} is not yet supported by this version (only {_word(only)} is)", (name,))
-
-
-def _word(value: Any) -> str:
-    return "off" if value is False else f"{value:g}" if isinstance(value, float) else str(value)
+            rest = "" if only is None or only is False else f" (only {only} is)"
+            yield Violation(f"{said} is not yet supported by this version{rest}", (name,))
 
 
 RULES = (not_yet,)
