@@ -61,6 +61,12 @@ def test_each_mismatch_has_its_line(flags):
     assert len(resolve(flags("--num-layers", "3", "--hidden-size", "1", "--kv-channels", "1")).violations) == 3
 
 
+def test_a_number_that_went_through_32_bits_is_the_same(flags, model_dir):
+    content = json.loads((model_dir / "config.json").read_text()) | {"rms_norm_eps": 9.999999974752427e-07}
+    (model_dir / "config.json").write_text(json.dumps(content))
+    assert resolve(flags("--norm-epsilon", "1e-6")).violations == ()
+
+
 def test_a_padded_vocabulary_is_allowed(flags):
     assert parse_config(flags("--vocab-size", "640")).checkpoint.vocab_size == 640
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,9 +64,16 @@ def matches_config_json(config: Config) -> Iterator[Violation]:
         return
     where = Path(config.checkpoint.hf_checkpoint) / "config.json"
     for key, (flag, expected) in EXPECTED.items():
-        if key in config.megatron and config.megatron[key] != expected(shape):
+        if key in config.megatron and not _same(config.megatron[key], expected(shape)):
             yield Violation(f"{flag} {config.megatron[key]} differs from {where}, which says {expected(shape)}", (key,))
     yield from _vocabulary(config, shape, where)
+
+
+def _same(given: Any, expected: Any) -> bool:
+    """Equal, or equal as 32-bit numbers: converted models say 9.999999747e-06 for 1e-5."""
+    if isinstance(given, float) and isinstance(expected, float):
+        return math.isclose(given, expected, rel_tol=1e-6)
+    return bool(given == expected)
 
 
 def _vocabulary(config: Config, shape: ModelShape, where: Path) -> Iterator[Violation]:
