@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from vime.errors import UserError
 from vime.training.weights_io import unwrap
 
-__all__ = ["Loaded", "load_megatron", "load_weights", "save_megatron"]
+__all__ = ["Loaded", "load_megatron", "load_weights", "save_megatron", "weights_of"]
 
 NAMED_IN_MESSAGES = 5
 
@@ -85,7 +85,7 @@ def load_megatron(
     """
     content = _content(Path(directory))
     state = _model_state(model_chunks)
-    _check_tensors(Path(directory), state)
+    _check_tensors(Path(directory), state, _tokens(model_chunks))
     has_optimizer = optimizer is not None and content.get("optimizer", False)
     if has_optimizer:
         state["optimizer"] = _optimizer_state(optimizer, state, len(model_chunks), is_loading=True)
@@ -112,8 +112,15 @@ def load_weights(directory: Path | str, model_chunks: Sequence[Any]) -> None:
     """
     _content(Path(directory))
     state = _model_state(model_chunks)
-    _check_tensors(Path(directory), state)
+    _check_tensors(Path(directory), state, _tokens(model_chunks))
     _load_model_state(model_chunks, dist_checkpointing.load(state, str(directory)))
+
+
+def weights_of(directory: Path | str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every tensor in a torch_dist checkpoint; needs no process group."""
+    _content(Path(directory))
+    there = dist_checkpointing.load_tensors_metadata(str(directory))
+    return {key: (tuple(tensor.global_shape), tensor.dtype) for key, tensor in there.items()}
 
 
 class _PlainSave(SaveShardedStrategy):  # type: ignore[misc]
@@ -158,6 +165,8 @@ def _load_model_state(model_chunks: Sequence[Any], loaded: dict[str, Any]) -> No
 
 
 def _optimizer_state(optimizer: Any, state: dict[str, Any], chunks: int, *, is_loading: bool) -> Any:
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        each.init_state_fn(each.optimizer, each.config)  # moments of zero, where no step has made them yet
     model_state = state["model"] if chunks == 1 else {key: state[key] for key in _model_keys(chunks)}
     return optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_metadata())
 
@@ -180,10 +189,17 @@ def _content(directory: Path) -> dict[str, Any]:
     return dist_checkpointing.load_content_metadata(str(directory)) or {}
 
 
-def _check_tensors(directory: Path, state: dict[str, Any]) -> None:
+def _tokens(model_chunks: Sequence[Any]) -> int:
+    """The size of the vocabulary, without the rows that only pad."""
+    tokens: int = unwrap(model_chunks[0]).tokens_in_vocabulary
+    return tokens
+
+
+def _check_tensors(directory: Path, state: dict[str, Any], tokens: int) -> None:
     """Says which of the model's tensors the checkpoint lacks or has in another shape, before any is read."""
     there = dist_checkpointing.load_tensors_metadata(str(directory))
-    problems = [problem for tensor in _sharded_tensors(state) if (problem := _problem(tensor, there.get(tensor.key)))]
+    found = (_problem(tensor, there.get(tensor.key), tokens) for tensor in _sharded_tensors(state))
+    problems = [problem for problem in found if problem]
     if problems:
         shown, rest = "; ".join(problems[:NAMED_IN_MESSAGES]), len(problems) - NAMED_IN_MESSAGES
         raise UserError(f"{directory} is of another model: {shown}" + (f"; {rest} more" if rest > 0 else ""))
@@ -198,12 +214,15 @@ def _sharded_tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
                 yield tensor
 
 
-def _problem(wanted: ShardedTensor, there: ShardedTensor | None) -> str | None:
+def _problem(wanted: ShardedTensor, there: ShardedTensor | None, tokens: int) -> str | None:
+    """Rows that pad the vocabulary may differ between layouts; Megatron would fill other missing rows with zeros."""
     if there is None:
         return f"it has no {wanted.key}"
-    if there.global_shape != wanted.global_shape and not wanted.allow_shape_mismatch:
-        return f"its {wanted.key} is {list(there.global_shape)} instead of {list(wanted.global_shape)}"
-    return None
+    rows, *rest = there.global_shape
+    fits = rows >= tokens and tuple(rest) == wanted.global_shape[1:]
+    if there.global_shape == wanted.global_shape or (wanted.allow_shape_mismatch and fits):
+        return None
+    return f"its {wanted.key} is {list(there.global_shape)} instead of {list(wanted.global_shape)}"
 
 
 def _layout() -> dict[str, int]:

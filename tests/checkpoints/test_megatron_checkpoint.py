@@ -1,0 +1,196 @@
+"""Megatron's part of a checkpoint: exact on the same layout, loadable on every other."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.checkpoints.learner import Learner
+from tests.models.plain_megatron import parallel_layout, run_ranks
+from tests.tiny import make_model
+from vime.errors import UserError
+
+OPTIMIZERS = {
+    "fp32": ["--fp32"],
+    "fp32, distributed optimizer": ["--fp32", "--use-distributed-optimizer"],
+    "bf16": ["--bf16"],
+    "bf16, distributed optimizer": ["--bf16", "--use-distributed-optimizer"],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    with parallel_layout():
+        yield
+
+
+def save(folder: Path, learner: Learner, *, optimizer: bool = True) -> Path:
+    from vime.training.checkpoint import save_megatron
+
+    folder.mkdir(parents=True)
+    save_megatron(folder, learner.chunks, learner.optimizer if optimizer else None, learner.scheduler)
+    return folder
+
+
+def resume(folder: Path, learner: Learner) -> Any:
+    from vime.training.checkpoint import load_megatron
+
+    return load_megatron(folder, learner.chunks, learner.optimizer, learner.scheduler)
+
+
+def assert_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
+    assert len(a) == len(b)
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("flags", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, flags: list[str]) -> None:
+    hf_dir = make_model(tmp_path / "hf", dtype="bfloat16")
+    learner = Learner(hf_dir, *flags)
+    learner.learn(5)
+    folder = save(tmp_path / "checkpoint", learner)
+    at_save = learner.everything()
+    learner.learn(3)
+
+    resumed = Learner(hf_dir, *flags)
+    loaded = resume(folder, resumed)
+    assert loaded.optimizer and loaded.random_states
+    assert_equal(resumed.everything(), at_save)
+    resumed.learn(3)
+    assert_equal(resumed.everything(), learner.everything())
+    assert not torch.equal(resumed.everything()[0], at_save[0])
+
+
+def test_a_checkpoint_saved_before_the_first_step_can_be_resumed(tmp_path: Path) -> None:
+    hf_dir = make_model(tmp_path / "hf")
+    learner = Learner(hf_dir, "--fp32", "--use-distributed-optimizer")
+    folder = save(tmp_path / "checkpoint", learner)
+    learner.learn(2)
+    resumed = Learner(hf_dir, "--fp32", "--use-distributed-optimizer")
+    resume(folder, resumed)
+    resumed.learn(2)
+    assert_equal(resumed.everything(), learner.everything())
+
+
+def test_it_is_megatrons_torch_dist_format_written_by_this_process(tmp_path: Path) -> None:
+    learner = Learner(make_model(tmp_path / "hf"), "--fp32")
+    learner.learn(1)
+    folder = save(tmp_path / "checkpoint", learner)
+    assert {path.name for path in folder.iterdir()} == {"__0_0.distcp", ".metadata", "common.pt", "metadata.json"}
+    assert json.loads((folder / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    def draw() -> list[float]:
+        with get_cuda_rng_tracker().fork():
+            forked = torch.rand(1).item()
+        return [random.random(), float(np.random.rand()), torch.rand(1).item(), forked]
+
+    learner = Learner(make_model(tmp_path / "hf"), "--fp32")
+    folder = save(tmp_path / "checkpoint", learner)
+    expected = draw()
+    assert draw() != expected
+    resume(folder, learner)
+    assert draw() == expected
+
+
+def test_weights_alone_load_from_a_full_checkpoint_into_another_dtype(tmp_path: Path) -> None:
+    from vime.training.checkpoint import load_weights
+
+    hf_dir = make_model(tmp_path / "hf", dtype="bfloat16")
+    learner = Learner(hf_dir, "--bf16", "--use-distributed-optimizer")
+    learner.learn(3)
+    folder = save(tmp_path / "checkpoint", learner)
+    other = Learner(hf_dir, "--fp32")
+    load_weights(folder, other.chunks)
+    expected = {name: tensor.float() for name, tensor in learner.weights().items()}
+    loaded = other.weights()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_without_saved_optimizer_state_it_starts_anew_from_the_loaded_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf_dir = make_model(tmp_path / "hf", dtype="bfloat16")
+    learner = Learner(hf_dir, "--bf16")
+    learner.learn(5)
+    folder = save(tmp_path / "checkpoint", learner, optimizer=False)
+    resumed = Learner(hf_dir, "--bf16")
+    with caplog.at_level(logging.WARNING):
+        assert not resume(folder, resumed).optimizer
+    assert "has no optimizer state: moments start at zero" in caplog.text
+    saved = learner.weights()
+    resumed.optimizer.chained_optimizers[
+        0
+    ]._copy_main_params_to_model_params()  # main weights must not bring the old ones back
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in resumed.weights().items())
+
+
+def test_a_checkpoint_of_another_model_is_told_by_its_tensors(tmp_path: Path) -> None:
+    learner = Learner(make_model(tmp_path / "hf"), "--fp32")
+    folder = save(tmp_path / "checkpoint", learner)
+    wider = Learner(make_model(tmp_path / "wide", intermediate_size=256), "--fp32")
+    with pytest.raises(
+        UserError, match=r"of another model: its .*fc1.weight is \[2, 256, 64\] instead of \[2, 512, 64\]"
+    ):
+        resume(folder, wider)
+    other_family = Learner(make_model(tmp_path / "qwen3", "qwen3"), "--fp32")
+    with pytest.raises(UserError, match=r"of another model: it has no .*q_layernorm.weight"):
+        resume(folder, other_family)
+
+
+def test_a_smaller_vocabulary_is_not_filled_with_zeros(tmp_path: Path) -> None:
+    learner = Learner(make_model(tmp_path / "hf"), "--fp32")
+    folder = save(tmp_path / "checkpoint", learner)
+    larger = Learner(make_model(tmp_path / "larger", vocab_size=600), "--fp32")
+    with pytest.raises(UserError, match=r"its embedding.word_embeddings.weight is \[512, 64\] instead of \[600, 64\]"):
+        resume(folder, larger)
+
+
+@pytest.mark.parametrize("file", ["mp_rank_00/model_optim_rng.pt", "anything"])
+def test_only_torch_dist_is_read(tmp_path: Path, file: str) -> None:
+    (tmp_path / "iter" / file).parent.mkdir(parents=True)
+    (tmp_path / "iter" / file).touch()
+    learner = Learner(make_model(tmp_path / "hf"), "--fp32")
+    kind = "a torch checkpoint" if "mp_rank" in file else "not a Megatron checkpoint"
+    with pytest.raises(UserError, match=f"is {kind}; only the torch_dist format can be loaded"):
+        resume(tmp_path / "iter", learner)
+
+
+RANK = "from tests.checkpoints.learner import continue_on_this_layout; continue_on_this_layout()"
+
+
+@pytest.mark.parametrize(
+    ("tied", "saved", "loaded"),
+    [(False, {"tp": 2}, [{"pp": 2}, {"dp": 2}]), (True, {"tp": 1}, [{"pp": 2}])],
+    ids=["tensor parallel to pipeline or data parallel", "one rank to pipeline parallel, tied"],
+)
+def test_another_layout_goes_on_bit_for_bit(
+    tmp_path: Path, tied: bool, saved: dict[str, int], loaded: list[dict[str, int]]
+) -> None:
+    hf_dir = make_model(tmp_path / "hf", tied=tied, vocab_size=515)
+    (tmp_path / "checkpoint").mkdir()
+
+    def run(do: str, tp: int = 1, pp: int = 1, dp: int = 1) -> dict[str, torch.Tensor]:
+        variables = {"HF": hf_dir, "OUT": tmp_path / "out", "CHECKPOINT": tmp_path / "checkpoint", "TP": tp, "PP": pp}
+        flags = "--fp32 --use-distributed-optimizer"
+        run_ranks(RANK, tp * pp * dp, DO=do, FLAGS=flags, **{key: str(value) for key, value in variables.items()})
+        return load_file(tmp_path / "out")
+
+    expected = run("save", **saved)
+    for layout in loaded:
+        weights = run("load", **layout)
+        assert weights.keys() == expected.keys(), layout
+        assert all(torch.equal(weights[key], expected[key]) for key in expected), layout
