@@ -89,7 +89,7 @@ async def test_a_client_error_is_never_tried_again():
 
 async def test_no_answer_in_time_is_a_failure():
     async def answer(number, body):
-        await asyncio.sleep(5)
+        await asyncio.sleep(1)
 
     async with service(answer, timeout_s=0.05) as (client, _):
         with pytest.raises(RewardFailed, match=r"no answer within 0\.05 s"):

@@ -16,6 +16,8 @@ def load_tokenizer(hf_checkpoint: str | Path) -> Any:
     """
     from transformers import AutoTokenizer
 
+    if not Path(hf_checkpoint).is_dir():  # transformers would look for it on the network
+        raise UserError(f"--hf-checkpoint {hf_checkpoint}: no such folder (it must be a local one)")
     try:
         return AutoTokenizer.from_pretrained(str(hf_checkpoint), trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError … for one and the same mistake

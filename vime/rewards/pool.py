@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vime.rewards.process import GraderProcess, ProcessEnded
+from vime.rewards.process import EndedIdle, GraderProcess, ProcessEnded
 from vime.rewards.wire import grade_from_json
 from vime.types import Grade
 
@@ -92,7 +92,7 @@ class GraderProcessPool:
         self._processes.clear()
         self._idle.put_nowait(None)
 
-    async def _grade(self, request: dict[str, Any]) -> Grade:
+    async def _grade(self, request: dict[str, Any], tries: int = 2) -> Grade:
         self._begin()
         entry = await self._next_idle()
         if not isinstance(entry, GraderProcess):
@@ -106,6 +106,8 @@ class GraderProcessPool:
             return Grade.error(f"deadline of {self._deadline_s:g} s exceeded")
         except ProcessEnded as ended:
             self._replace(entry)
+            if isinstance(ended, EndedIdle) and tries > 1:
+                return await self._grade(request, tries - 1)
             self._counts["died"] += 1
             return Grade.error(str(ended))
         except BaseException:  # cancelled: what the process is doing nobody waits for

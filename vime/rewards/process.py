@@ -19,6 +19,10 @@ class ProcessEnded(RuntimeError):
     """The grader process is gone; the message says how it ended."""
 
 
+class EndedIdle(ProcessEnded):
+    """It was gone before it began with the request, so another process may take that."""
+
+
 class GraderProcess:
     """A child process that grades one answer at a time.
 
@@ -74,7 +78,8 @@ class GraderProcess:
 
         Raises:
             TimeoutError: the grader took longer than ``deadline_s``.
-            ProcessEnded: the process ended, or could not load the grader within ``load_deadline_s``.
+            EndedIdle: the process ended before it began with the request.
+            ProcessEnded: it ended while grading, or could not load the grader within ``load_deadline_s``.
         """
         assert self._process.stdin is not None
         try:
@@ -84,8 +89,8 @@ class GraderProcess:
                 record = await self._receive()
         except TimeoutError:
             raise ProcessEnded(f"the grader was not loaded within {load_deadline_s:g} s") from None
-        except (BrokenPipeError, ConnectionResetError):
-            raise await self._how_it_ended() from None
+        except (ProcessEnded, BrokenPipeError, ConnectionResetError):
+            raise EndedIdle(str(await self._how_it_ended())) from None
         if record["state"] == "started":
             async with asyncio.timeout(deadline_s):
                 record = await self._receive()
