@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from vime.config import resolve
 from vime.errors import UserError
-from vime.plugins import resolve_hooks
 from vime.rewards.hub import RewardHub
 from vime.types import Grade, GradeStatus, Sample, Status
 
@@ -272,17 +270,3 @@ async def test_without_a_group_function_samples_are_graded_one_by_one():
 async def test_a_single_sample_still_reaches_a_group_function_as_a_list():
     hub = custom(returning([4.0]), group_rm=True)
     assert (await rewarded(hub)).reward == 4.0
-
-
-# --- from flags --------------------------------------------------------------------------------------------
-
-
-async def plugin_rm(args, sample):
-    return args.rm_timeout_s
-
-
-async def test_the_hub_of_a_configuration():
-    config = resolve(["--rm-timeout-s", "3", "--custom-rm-path", f"{__name__}:plugin_rm"]).config
-    hub = RewardHub.from_config(config, FakePool(), resolve_hooks(config))
-    assert (await rewarded(hub)).reward == 3.0
-    assert (await rewarded(hub, sample(custom_rm_path=f"{__name__}.plugin_rm"))).reward == 3.0

@@ -13,19 +13,16 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from vime.errors import UserError
-from vime.plugins import CONTRACTS, Hooks, accepted_keywords, load_checked
+from vime.plugins import accepted_keywords
 from vime.ports import GraderPool
 from vime.rewards import registry
 from vime.rewards.extract import last_boxed
 from vime.rewards.remote_rm import RemoteReward
 from vime.rewards.values import RewardFailed, set_error, set_value
 from vime.types import Sample, Status
-
-if TYPE_CHECKING:
-    from vime.config import Config
 
 _log = logging.getLogger(__name__)
 
@@ -104,19 +101,6 @@ class RewardHub:
         self._logged: set[str] = set()
         if settings.rm_type is not None:
             registry.check(settings.rm_type)
-
-    @classmethod
-    def from_config(cls, config: Config, pool: GraderPool, hooks: Hooks) -> RewardHub:
-        """The hub that the flags describe."""
-        contract = CONTRACTS["custom_rm_path"]
-        return cls(
-            config.reward,
-            pool,
-            args=config.args,
-            custom_rm=hooks.custom_rm,
-            custom_rm_name=config.hooks.custom_rm_path or "",
-            resolve=lambda path: load_checked(path, "custom_rm_path", contract),
-        )
 
     @property
     def by_group(self) -> bool:
