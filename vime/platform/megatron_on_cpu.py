@@ -7,7 +7,9 @@ Megatron, so an upgrade that moves or removes one of them makes a test fail, and
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,10 @@ class Site:
     file: str  # relative to megatron/core
     line: int
     text: str  # what stands there
+
+    @property
+    def module(self) -> str:
+        return "megatron.core." + self.file.removesuffix(".py").replace("/", ".")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +77,28 @@ def _megatron_random_state_is_the_cpu_one() -> None:
     megatron_random._set_cuda_rng_state = set_state
 
 
+class _TorchWithoutCuda(types.ModuleType):
+    """What some modules of Megatron see as ``torch``: tensors that they ask for on CUDA are made on the CPU.
+
+    The factories of torch itself must stay as they are: transformers looks for them and, without a word, leaves
+    buffers uninitialised when they have been replaced.
+    """
+
+    FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "empty_like")
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in self.FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 def _factories_make_cpu_tensors() -> None:
-    for name in ("tensor", "zeros", "ones", "empty", "full"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    substitute = _TorchWithoutCuda()
+    for site in FACTORY_SITES:
+        importlib.import_module(site.module).torch = substitute  # type: ignore[attr-defined]
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -101,7 +126,7 @@ def _tensor_type_answers_megatron_with_cuda() -> None:
             return result
         return result.replace("torch.", "torch.cuda.", 1)
 
-    torch.Tensor.type = answer
+    torch.Tensor.type = answer  # type: ignore[method-assign,assignment]
 
 
 def _caller_is_megatron() -> bool:
@@ -109,6 +134,15 @@ def _caller_is_megatron() -> bool:
     caller = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
     return caller is not None and str(caller.f_globals.get("__name__")).startswith("megatron.")
 
+
+FACTORY_SITES = (
+    Site("optimizer/clip_grads.py", 103, "device='cuda'"),
+    Site("optimizer/grad_scaler.py", 15, "device='cuda'"),
+    Site("optimizer/optimizer.py", 481, "device='cuda'"),
+    Site("pipeline_parallel/schedules.py", 596, 'device="cuda"'),
+    Site("dist_checkpointing/exchange_utils.py", 104, 'device="cuda"'),
+    Site("dist_checkpointing/strategies/state_dict_saver.py", 204, "device='cuda'"),
+)
 
 PATCHES = (
     Patch(
@@ -145,11 +179,7 @@ PATCHES = (
     ),
     Patch(
         reason='scalars that cross ranks are made with device="cuda"',
-        sites=(
-            Site("optimizer/clip_grads.py", 103, "device='cuda'"),
-            Site("optimizer/optimizer.py", 481, "device='cuda'"),
-            Site("pipeline_parallel/schedules.py", 596, 'device="cuda"'),
-        ),
+        sites=FACTORY_SITES,
         apply=_factories_make_cpu_tensors,
     ),
     Patch(

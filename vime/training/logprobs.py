@@ -92,7 +92,7 @@ class _Head(torch.autograd.Function):
         for block in blocks:
             logits = hidden[block] @ weight[: vocabulary.size].t()
             for part, here in _parts(block, vocabulary.size):
-                found = _statistics(logits[part].float().mul_(scale), targets[here], vocabulary)
+                found = _statistics(_scores(logits[part], scale), targets[here], vocabulary)
                 log_probs[here], entropy[here], log_sums[here] = found
         ctx.save_for_backward(hidden, weight, targets, entropy, log_sums)
         ctx.vocabulary, ctx.scale, ctx.blocks = vocabulary, scale, blocks
@@ -111,7 +111,7 @@ class _Head(torch.autograd.Function):
             logits, ctx.kept_logits = ctx.kept_logits, None  # it is overwritten; a second backward computes it again
             logits = hidden[block] @ rows.t() if logits is None else logits
             for part, here in _parts(block, ctx.vocabulary.size):
-                scores = logits[part].float().mul_(ctx.scale).sub_(log_sums[here, None])
+                scores = _scores(logits[part], ctx.scale).sub_(log_sums[here, None])
                 gradients = (None if g is None else g[here] * ctx.scale for g in (d_log_probs, d_entropy))
                 logits[part] = _gradient(scores, targets[here], entropy[here], ctx.vocabulary, *gradients)
             torch.mm(logits, rows, out=d_hidden[block])
@@ -131,6 +131,11 @@ def _parts(block: slice, width: int) -> Iterator[tuple[slice, slice]]:
     """Slices of a block that are small enough for float32: inside the block, and in the whole."""
     for part in _blocks(block.stop - block.start, width, SOFTMAX_ELEMENTS):
         yield part, slice(block.start + part.start, block.start + part.stop)
+
+
+def _scores(logits: Tensor, scale: float) -> Tensor:
+    """A float32 copy, also of float32: it will be overwritten."""
+    return logits.to(torch.float32, copy=True).mul_(scale)
 
 
 def _statistics(scores: Tensor, targets: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:

@@ -73,8 +73,7 @@ def make_reduction(batch: MicroBatch, step: TrainStep, *, per_token: bool) -> re
 def policy_objective(
     answer: TokenLogProbs, batch: MicroBatch, given: Given, mean: reduce.Reduction, settings: LossSettings
 ) -> tuple[Tensor, Partial]:
-    """``mean(L) - entropy_coef mean(H) + kl_coef mean(KL)``, this micro-batch's part, and the metrics that belong to
-    it."""
+    """This micro-batch's part of ``mean(L) - entropy_coef mean(H) + kl_coef mean(KL)``, and of the metrics."""
     log_probs = answer.log_probs_t
     old = log_probs.detach() if given.old_log_probs_t is None else given.old_log_probs_t
     surrogate = policy_loss(log_probs, old, given.advantages_t, settings.clip)

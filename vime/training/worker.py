@@ -31,7 +31,7 @@ from vime.training.parallel import connect, disconnect
 from vime.training.step import Learner
 from vime.training.weight_sets import WeightSets
 from vime.training.weights_io import drain, hf_plan, hf_weights, load_hf_weights, save_hf
-from vime.types import TrainBatch, TrainResult
+from vime.types import TrainBatch, TrainResult, TrainSample
 from vime.weights.plan import WeightPlan
 from vime.weights.shm import SharedBuffer
 
@@ -140,6 +140,12 @@ class TrainWorker:
         self._buffer.write(plan, weights)
         return Export(plan=plan, path=self._buffer.path)
 
+    def log_probs_of(self, token_ids: Sequence[int], prompt_length: int) -> list[float]:
+        """What the present weights say of the tokens after the prompt, in nats; empty beside the last pipeline stage."""
+        pack = self._packer.pack([_as_sample(token_ids, prompt_length)])
+        (log_probs,) = self._log_probs([pack])
+        return [] if log_probs is None else log_probs.tolist()
+
     def save(self, directory: Path | str) -> None:
         """Writes Megatron's part of a checkpoint into a folder that ``CheckpointStore.begin`` made."""
         optimizer = None if self.config.checkpoint.no_save_optim else self.optimizer
@@ -220,7 +226,7 @@ class TrainWorker:
             for advantage, old_log_probs, ref_log_probs in zip(self._advantages(packs, old, ref), old, ref, strict=True)
         ]
 
-    def _log_probs(self, packs: Sequence[MicroBatch]) -> list[Any]:
+    def _log_probs(self, packs: Sequence[MicroBatch]) -> list[Tensor] | list[None]:
         answers = log_probs_of(self.chunks, packs, self.config.rollout.rollout_temperature)
         return [answer.log_probs_t for answer in answers] or [None] * len(packs)
 
@@ -245,6 +251,22 @@ class TrainWorker:
         masks = torch.cat([pack.mask_t for pack in packs])
         whitened = whitening.whiten(torch.cat(found), masks, sum_over_ranks=_sum_over_data_parallel)
         return list(torch.split(whitened, [len(advantage) for advantage in found]))
+
+
+def _as_sample(token_ids: Sequence[int], prompt_length: int) -> TrainSample:
+    """A text as if it were to be trained on."""
+    length = len(token_ids) - prompt_length
+    return TrainSample(
+        index=0,
+        group_index=0,
+        tokens=tuple(token_ids),
+        response_length=length,
+        loss_mask=(1,) * length,
+        rollout_log_probs=None,
+        weight_versions=(),
+        raw_reward=0.0,
+        reward=0.0,
+    )
 
 
 def _resume_point(load: str | None, ckpt_step: int | None) -> ResumePoint | None:

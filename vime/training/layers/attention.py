@@ -1,7 +1,6 @@
 """Causal attention inside the segments of a packed micro-batch, with rotary positions.
 
-Shapes in comments: T tokens, H query heads, G key/value heads, D width of a head, N segments of a group, L rows of
-each.
+Shapes in comments: T tokens, H query heads, G key/value heads, D width of a head, N segments of L rows.
 """
 
 from __future__ import annotations

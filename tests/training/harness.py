@@ -1,0 +1,115 @@
+"""What the training tests share: small configurations, samples that are a function of a seed, and worker processes."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vime.config import Config, parse_config
+from vime.training.worker import TrainWorker
+from vime.types import TrainBatch, TrainSample, TrainStep
+
+DEADLINE_S = 240
+
+
+def config_of(model: Path, *flags: str) -> Config:
+    """A configuration for one model folder; ``flags`` come last and win."""
+    prompts = model.parent / "prompts.jsonl"
+    prompts.write_text('{"input": "1 + 1", "label": "2"}\n')
+    argv = ["--hf-checkpoint", str(model), "--prompt-data", str(prompts), "--label-key", "label", "--rm-type", "math"]
+    argv += ["--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "8"]
+    argv += ["--num-rollout", "4", "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"]
+    return parse_config([*argv, *flags])
+
+
+def make_samples(
+    count: int = 8, *, seed: int = 0, vocab_size: int = 512, masked: bool = False
+) -> tuple[TrainSample, ...]:
+    """Samples of different lengths whose rewards sum to about zero; ``masked`` takes every third token out."""
+    rng = random.Random(seed)
+    return tuple(_sample(rng, i, vocab_size, masked) for i in range(count))
+
+
+def _sample(rng: random.Random, index: int, vocab_size: int, masked: bool) -> TrainSample:
+    response = rng.randint(2, 9)
+    tokens = tuple(rng.randrange(vocab_size) for _ in range(rng.randint(3, 12) + response))
+    return TrainSample(
+        index=index,
+        group_index=index // 2,
+        tokens=tokens,
+        response_length=response,
+        loss_mask=tuple(int(not masked or t % 3 != 1) for t in range(response)),
+        rollout_log_probs=tuple(rng.uniform(-7, -5) for _ in range(response)),
+        weight_versions=(0,) * response,
+        raw_reward=float(index % 2),
+        reward=rng.uniform(-1.5, 1.5),
+    )
+
+
+def make_step(samples: Sequence[TrainSample], *micro_batches: Sequence[int]) -> TrainStep:
+    """A step of these samples, all in one micro-batch unless told otherwise."""
+    chosen = micro_batches or (range(len(samples)),)
+    return TrainStep(
+        micro_batches=tuple(tuple(indices) for indices in chosen),
+        num_samples=len(samples),
+        num_tokens=sum(max(sample.trained_tokens, 1) for sample in samples),
+    )
+
+
+def batch_of(samples: Sequence[TrainSample], *steps: TrainStep, rollout_id: int = 0) -> TrainBatch:
+    return TrainBatch(rollout_id=rollout_id, samples=tuple(samples), steps=steps or (make_step(samples),))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def started(config: Config, *, rank: int = 0, world_size: int = 1, port: int | None = None) -> Iterator[TrainWorker]:
+    """A worker in this process, stopped at the end whatever happens."""
+    worker = TrainWorker(
+        config, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port or free_port()
+    )
+    worker.info = worker.start()  # type: ignore[attr-defined]
+    try:
+        yield worker
+    finally:
+        worker.stop()
+
+
+def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """``function(rank, world_size, *arguments)`` in as many processes; what each returned, by rank."""
+    context = torch.multiprocessing.get_context("spawn")
+    results: Any = context.SimpleQueue()
+    ranks = torch.multiprocessing.start_processes(
+        _in_process, (world_size, function, arguments, results), nprocs=world_size, join=False, start_method="spawn"
+    )
+    try:
+        found = dict(results.get() for _ in range(world_size)) if _finishes(ranks, results) else {}
+    finally:
+        for process in ranks.processes:
+            process.kill()
+    return [found[rank] for rank in range(world_size)]
+
+
+def _finishes(ranks: Any, results: Any) -> bool:
+    """Waits for every rank; the first failure is raised here with its traceback."""
+    import time
+
+    end = time.monotonic() + DEADLINE_S
+    while not ranks.join(timeout=1):
+        assert time.monotonic() < end, f"the ranks did not finish within {DEADLINE_S} s"
+    return True
+
+
+def _in_process(rank: int, world_size: int, function: Callable[..., Any], arguments: Any, results: Any) -> None:
+    torch.set_num_threads(1)
+    results.put((rank, function(rank, world_size, *arguments)))

@@ -1,0 +1,70 @@
+"""Attention inside packed segments against torch's attention on each segment alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vime.training.layers import attention
+from vime.training.layers.attention import attend
+from vime.training.layers.rope import Rope, rotate
+from vime.training.layers.segments import Segments, group_segments
+
+HEADS, GROUPS, WIDTH = 6, 2, 8
+CPU = torch.device("cpu")
+
+
+def make_inputs(tokens: int) -> list[torch.Tensor]:
+    """Query, key and value; the value is a view with gaps, as Megatron's split of the projection gives it."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(tokens, HEADS, WIDTH, generator=generator)
+    both = torch.randn(tokens, GROUPS, 2 * WIDTH, generator=generator)
+    return [x.requires_grad_() for x in (query, both[..., :WIDTH].clone(), both[..., WIDTH:].detach())]
+
+
+def each_alone(inputs: list[torch.Tensor], lengths: tuple[int, ...]) -> torch.Tensor:
+    parts = zip(*(x.split(lengths) for x in inputs), strict=True)
+    heads_first = ([x.transpose(0, 1)[None] for x in part] for part in parts)
+    outputs = [F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True) for qkv in heads_first]
+    return torch.cat([out[0].transpose(0, 1) for out in outputs])
+
+
+@pytest.mark.parametrize("direct_length", [0, 1000], ids=["kernel", "products"])
+@pytest.mark.parametrize("lengths", [(5, 5, 5), (7,), (1, 9, 3, 8, 30, 2, 9)], ids=str)
+def test_values_and_gradients_are_those_of_each_segment_alone(
+    lengths: tuple[int, ...], direct_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "DIRECT_LENGTH", direct_length)
+    inputs = make_inputs(sum(lengths))
+    out = attend(*inputs, Segments.of(lengths, CPU))
+    expected = each_alone(inputs, lengths)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    upstream = torch.randn_like(out)
+    for found, wanted in zip(
+        torch.autograd.grad(out, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_segments_of_one_length_are_taken_as_they_lie() -> None:
+    (group,) = group_segments((4, 4, 4), CPU)
+    assert group.whole
+    assert group.length == 4
+
+
+def test_a_group_has_at_most_a_quarter_of_padding() -> None:
+    lengths = (10, 9, 8, 7, 6, 5, 4, 3, 2, 1)
+    for group in group_segments(lengths, CPU):
+        assert len(group.tokens) >= 0.75 * len(group.cells)
+    together = torch.cat([group.tokens for group in group_segments(lengths, CPU)])
+    assert together.sort().values.tolist() == list(range(sum(lengths)))
+
+
+def test_rotation_is_undone_by_its_gradient() -> None:
+    """The rotation is orthogonal, so its backward pass turns the output back into the input."""
+    table = Rope(head_dim=WIDTH, base=10000.0).table(torch.arange(12), torch.float64)
+    x = torch.randn(12, HEADS, WIDTH, dtype=torch.float64, requires_grad=True)
+    out = rotate(x, table)
+    assert not torch.allclose(out[1:], x[1:])
+    torch.testing.assert_close(torch.autograd.grad(out, x, out.detach())[0], x, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,57 @@
+"""Packs: where response tokens are predicted, and what comes with them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.training.harness import make_samples
+from vime.training.packing import Packer
+from vime.types import InvalidSample, TrainSample
+
+PACKER = Packer(device=torch.device("cpu"), dtype=torch.float32)
+
+
+def sample(tokens: tuple[int, ...], response_length: int) -> TrainSample:
+    return TrainSample(
+        index=7,
+        group_index=3,
+        tokens=tokens,
+        response_length=response_length,
+        loss_mask=(1,) * response_length,
+        rollout_log_probs=None,
+        weight_versions=(),
+        raw_reward=0.0,
+        reward=0.5,
+    )
+
+
+def test_response_tokens_are_predicted_from_the_token_before() -> None:
+    pack = PACKER.pack([sample((10, 11, 12, 13), 2), sample((20, 21, 22), 1)])
+    assert pack.tokens_l.tolist() == [10, 11, 12, 13, 20, 21, 22]
+    assert pack.positions_l.tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert pack.predictors_t.tolist() == [1, 2, 5]
+    assert pack.targets_t.tolist() == [12, 13, 22]
+    assert pack.lengths_n.tolist() == [2, 1]
+    assert pack.segments.lengths == (4, 3)
+
+
+def test_filling_up_to_a_multiple_adds_a_segment_that_nobody_looks_at() -> None:
+    pack = dataclasses.replace(PACKER, multiple=8).pack([sample((10, 11, 12, 13), 2), sample((20, 21), 1)])
+    assert pack.segments.lengths == (4, 2, 2)
+    assert len(pack.tokens_l) == 8
+    assert pack.predictors_t.max() < 6
+
+
+def test_log_probs_of_the_engine_come_along_when_every_sample_has_them() -> None:
+    samples = make_samples(2)
+    expected = samples[0].rollout_log_probs + samples[1].rollout_log_probs  # type: ignore[operator]
+    torch.testing.assert_close(PACKER.pack(samples).rollout_log_probs_t, torch.tensor(expected))
+    assert PACKER.pack([*samples, sample((1, 2), 1)]).rollout_log_probs_t is None
+
+
+def test_a_sample_without_a_prompt_is_refused_by_name() -> None:
+    with pytest.raises(InvalidSample, match=r"sample 7 \(group 3\) has no prompt token"):
+        PACKER.pack([sample((1, 2), 2)])
