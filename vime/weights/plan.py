@@ -1,8 +1,8 @@
 """The weight plan: which tensors a sync carries, under which names, and where each lies in the buffer.
 
 Both sides hold the same plan and compare it before any byte moves; a tensor that is missing, unknown or of another
-shape or dtype is then an error that names it, instead of a hang or garbage. Nothing here imports torch, so that the plan
-can be checked anywhere.
+shape or dtype is then an error that names it, instead of a hang or garbage. Nothing here imports torch, so a plan can be
+checked anywhere.
 """
 
 from __future__ import annotations
