@@ -14,8 +14,7 @@ CLUSTER_ARGS=(
 )
 CKPT_ARGS=(
    --hf-checkpoint "$MODEL"
-   --save "$RUN/checkpoint"
-   --run-dir "$RUN"
+   --save "$RUN"
 )
 ROLLOUT_ARGS=(
    --prompt-data "$TASK/train.jsonl"

@@ -36,8 +36,12 @@ def make_tokenizer() -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    corpus = [f"What is {a} + {b}? The answer is {a + b}. Add these numbers." for a in range(60) for b in range(0, 60, 7)]
-    corpus += [f"user system assistant {word} one two three" for word in ("solve", "problem", "step", "boxed", "final")] * 9
+    corpus = [
+        f"What is {a} + {b}? The answer is {a + b}. Add these numbers." for a in range(60) for b in range(0, 60, 7)
+    ]
+    corpus += [
+        f"user system assistant {word} one two three" for word in ("solve", "problem", "step", "boxed", "final")
+    ] * 9
     tokenizer.train_from_iterator(corpus, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -50,7 +54,13 @@ def make_tokenizer() -> Any:
 
 
 def make_model(
-    folder: Path | str, family: str = "llama", *, tied: bool = False, dtype: str = "float32", seed: int = 0, **overrides: Any
+    folder: Path | str,
+    family: str = "llama",
+    *,
+    tied: bool = False,
+    dtype: str = "float32",
+    seed: int = 0,
+    **overrides: Any,
 ) -> Path:
     """Writes an HF folder (config, safetensors, tokenizer) of a random model and returns it.
 

@@ -26,7 +26,7 @@ class Schedule:
         return iter(range(self.start, self.stop))
 
     def saves_after(self, rollout_id: int) -> bool:
-        return self.saves_at_end and self._is_last(rollout_id) or _is_due(rollout_id, self.save_interval)
+        return (self.saves_at_end and self._is_last(rollout_id)) or _is_due(rollout_id, self.save_interval)
 
     def evaluates_after(self, rollout_id: int) -> bool:
         return self.eval_interval is not None and (self._is_last(rollout_id) or _is_due(rollout_id, self.eval_interval))

@@ -87,8 +87,8 @@ def test_bf16_unless_another_precision_is_given(flags):
 
 def test_the_run_folder_stands_with_the_checkpoints_and_holds_the_curves(flags, tmp_path):
     ops = parse_config(flags()).ops
-    assert ops.run_dir == f"{tmp_path}/save/run"
-    assert ops.tensorboard_dir == f"{tmp_path}/save/run/tensorboard"
+    assert ops.run_dir == f"{tmp_path}/save"
+    assert ops.tensorboard_dir == f"{tmp_path}/save/tensorboard"
 
 
 def test_given_folders_hold(flags):
@@ -96,11 +96,9 @@ def test_given_folders_hold(flags):
     assert (ops.run_dir, ops.tensorboard_dir) == ("r", "t")
 
 
-def test_passes_without_gradients_take_as_many_tokens_unless_given(flags):
+def test_passes_without_gradients_take_as_many_tokens(flags):
     words = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "512")
     assert parse_config(flags(*words)).batch.log_probs_max_tokens_per_gpu == 512
-    more = parse_config(flags(*words, "--log-probs-max-tokens-per-gpu", "2048"))
-    assert more.batch.log_probs_max_tokens_per_gpu == 2048
 
 
 def test_saved_rollouts_are_only_trained_on(flags):

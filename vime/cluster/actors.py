@@ -45,6 +45,9 @@ class TrainActor:
     def export_weights(self) -> Export | None:
         return self._worker.export_weights()
 
+    def log_probs_of(self, token_ids: list[int], prompt_length: int) -> list[float]:
+        return self._worker.log_probs_of(token_ids, prompt_length)
+
     def save(self, directory: Path) -> None:
         self._worker.save(directory)
 

@@ -49,7 +49,7 @@ def explain(error: RayError, what: str) -> Exception:
         if isinstance(cause, UserError):
             return UserError(str(cause))
         if cause is not None:
-            return RemoteError(f"{what}: {type(cause).__name__}: {cause}\n{error.traceback_str.strip()}")
+            return RemoteError(f"{str(error).strip()}\n{what}: {type(cause).__name__}: {cause}")
     if isinstance(error, RayActorError):
         return RemoteError(f"{what}: its process died: {error}")
     return RemoteError(f"{what}: {type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
 """From a Config to a finished run: loads the data, starts the processes, runs the loop, ends the processes.
 
-Whatever can be wrong with flags and files is found before the first process starts. Whatever ends the run, its processes
-are stopped in order, and the cause is the last thing printed.
+Whatever can be wrong with flags and files is found before the first process starts. Whatever ends the run, its
+processes are stopped in order, and the cause is the last thing printed.
 """
 
 from __future__ import annotations

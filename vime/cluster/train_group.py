@@ -60,6 +60,13 @@ class TrainGroup:
         exports: list[Export | None] = await self._call(self._ranks, "export_weights", what="exporting the weights")
         return next(export for export in exports if export is not None)
 
+    async def log_probs_of(self, token_ids: list[int], prompt_length: int) -> list[float]:
+        """What the trainer's weights say of the tokens after the prompt, in nats, at the rollout temperature."""
+        answers: list[list[float]] = await self._call(
+            self._ranks, "log_probs_of", token_ids, prompt_length, what="probing the weights"
+        )
+        return next((answer for answer in answers if answer), [])
+
     async def save(self, directory: Path) -> None:
         await self._call(self._ranks, "save", directory, what=f"saving {directory}")
 

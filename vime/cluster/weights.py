@@ -5,49 +5,52 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vime.cluster.train_group import TrainGroup
+from vime.config import Config
 from vime.serving.control import EngineControl
 from vime.types import WeightVersion
 from vime.weights.probe import probe
 from vime.weights.sync import sync_engines
+
+TOLERANCE = {"float32": 1e-2, "float16": 0.1, "bfloat16": 0.5}
+"""Nats a token by which engine and trainer may differ on average, by dtype: several times what rounding gives even with
+random weights, and far below what other weights give."""
 
 
 class GroupWeightSync:
     """Implements ``ports.WeightSync``.
 
     Args:
-        version: the version before the first sync of this process; a resumed run passes the saved one minus 1, so that
-            its first sync brings back the same version of the same weights.
-        probe_interval: after the first sync and every so many, prove that the weights arrived; 0: the first only.
+        version: the version before the first sync of this process. A resumed run passes the saved one minus 1: its
+            first sync brings the very weights that had the saved version.
     """
 
     def __init__(
-        self,
-        trainer: TrainGroup,
-        engines: Sequence[EngineControl],
-        *,
-        version: WeightVersion,
-        probe_interval: int,
-        timeout_s: float,
-        tolerance: float,
+        self, config: Config, trainer: TrainGroup, engines: Sequence[EngineControl], *, version: WeightVersion
     ) -> None:
         self._trainer = trainer
         self._engines = engines
         self.version = version
-        self._probe_interval = probe_interval
-        self._timeout_s = timeout_s
-        self._tolerance = tolerance
         self._syncs = 0
+        self._timeout_s = config.engine.weight_sync_timeout_s
+        self._probe_interval = config.engine.weight_probe_interval
+        self._temperature = config.rollout.rollout_temperature
+        self._tolerance = TOLERANCE[config.parallel.dtype_name]
 
     async def sync(self) -> WeightVersion:
         export = await self._trainer.export_weights()
         await sync_engines(export, self._engines, self.version + 1, timeout_s=self._timeout_s)
         self.version += 1
         if self._probe_is_due():
-            await probe(self._engines, self._trainer.log_probs_of, tolerance=self._tolerance)
+            await probe(
+                self._engines,
+                self._trainer.log_probs_of,
+                tolerance=self._tolerance,
+                temperature=self._temperature,
+            )
         self._syncs += 1
         return self.version
 
     def _probe_is_due(self) -> bool:
-        if self._probe_interval == 0:
-            return self._syncs == 0
-        return self._syncs % self._probe_interval == 0
+        """After the first sync and every so many; with an interval of 0 after the first only."""
+        interval = self._probe_interval
+        return self._syncs == 0 or (interval > 0 and self._syncs % interval == 0)

@@ -43,7 +43,7 @@ def _rollout_num_gpus(values: Values) -> Derived:
 
 def _run_dir(values: Values) -> Derived:
     if values["save"] is not None:
-        return os.path.join(values["save"], "run"), "save"
+        return values["save"], "save"
     return os.path.join("runs", time.strftime("%Y%m%d-%H%M%S")), "the time of the start"
 
 

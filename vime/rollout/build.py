@@ -10,6 +10,7 @@ from typing import Any
 from vime.algorithms import advantages
 from vime.config import Args, Config
 from vime.config.eval_datasets import EvalDataset, eval_datasets
+from vime.config.kinds import human_int
 from vime.data.chat import PromptEncoder
 from vime.data.jsonl import Keys
 from vime.data.source import PromptSource, encoder_of
@@ -96,12 +97,13 @@ def _eval_source(dataset: EvalDataset, config: Config, encoder: PromptEncoder, g
 
 def _max_context(config: Config) -> int:
     """The smallest of what the model, the engine and the user allow."""
+    given = config.vllm.get("max_model_len")
     limits = [
         load_shape(config.checkpoint.hf_checkpoint).max_position_embeddings,
         config.rollout.rollout_max_context_len,
-        config.vllm.get("max_model_len"),
+        human_int(given) if given is not None else None,
     ]
-    return min(int(limit) for limit in limits if isinstance(limit, int))
+    return min(limit for limit in limits if limit is not None)
 
 
 def make_pool(config: Config) -> GraderProcessPool:

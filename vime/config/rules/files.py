@@ -57,7 +57,7 @@ def save_is_free(config: Config) -> Iterator[Violation]:
     folder = Path(checkpoint.save)
     if folder.is_file():
         yield Violation(f"--save {checkpoint.save}: this is a file, not a folder")
-    elif folder.is_dir() and any(each.name != "run" for each in folder.iterdir()):
+    elif folder.is_dir() and any(folder.iterdir()):
         yield Violation(
             f"--save {checkpoint.save}: the folder is not empty; resume from it by --load {checkpoint.save}, "
             "or give another one"

@@ -18,6 +18,8 @@ ONLY: Mapping[str, Any] = {
     "ckpt_format": "torch_dist",
     "kl_coef": 0.0,
     "attention_backend": "auto",
+    "log_probs_max_tokens_per_gpu": None,
+    "train_memory_margin_bytes": 1 << 30,
     "update_weight_buffer_size": 512 << 20,
     "eval_max_context_len": None,
     "debug_rollout_only": False,

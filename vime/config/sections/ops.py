@@ -12,7 +12,7 @@ from vime.config.flags import derived, flag
 class Ops:
     """Where a run writes, who watches, and what to leave out for debugging."""
 
-    run_dir: str = derived("--save/run, else runs/DATE-TIME", help="Folder for metrics, logs and the resolved config.")
+    run_dir: str = derived("save, else runs/DATE-TIME", help="Folder for metrics, logs and the resolved config.")
     tensorboard_dir: str = derived("run-dir/tensorboard", help="Folder for TensorBoard's event files.")
     use_wandb: bool = flag(False, help="Also report to Weights & Biases.")
     wandb_project: str | None = flag(None, help="Weights & Biases project.")
