@@ -137,6 +137,7 @@ def _caller_is_megatron() -> bool:
 
 FACTORY_SITES = (
     Site("optimizer/clip_grads.py", 103, "device='cuda'"),
+    Site("utils.py", 1207, 'device="cuda"'),
     Site("optimizer/grad_scaler.py", 15, "device='cuda'"),
     Site("optimizer/optimizer.py", 481, "device='cuda'"),
     Site("pipeline_parallel/schedules.py", 596, 'device="cuda"'),

@@ -141,7 +141,7 @@ class TrainWorker:
         return Export(plan=plan, path=self._buffer.path)
 
     def log_probs_of(self, token_ids: Sequence[int], prompt_length: int) -> list[float]:
-        """What the present weights say of the tokens after the prompt, in nats; empty beside the last pipeline stage."""
+        """What the present weights say of the tokens after the prompt, in nats; empty beside the last stage."""
         pack = self._packer.pack([_as_sample(token_ids, prompt_length)])
         (log_probs,) = self._log_probs([pack])
         return [] if log_probs is None else log_probs.tolist()
@@ -212,7 +212,8 @@ class TrainWorker:
 
         With one step a rollout the old policy is the one that the step differentiates, so it needs no pass of its own.
         """
-        ref = old = [None] * len(packs)
+        ref: list[Tensor] | list[None] = [None] * len(packs)
+        old = ref
         if REFERENCE in self._weight_sets:
             with clock.phase("ref_log_probs"), self._weight_sets.use(REFERENCE):
                 ref = self._log_probs(packs)
