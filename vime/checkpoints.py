@@ -86,14 +86,15 @@ class CheckpointStore:
         work.mkdir()
         return work
 
-    def commit(self, rollout_id: int, state: Mapping[str, Any]) -> Path:
+    def commit(self, rollout_id: int, state: Mapping[str, Any] | None) -> Path:
         """Makes what was written since ``begin`` the checkpoint to resume from, and returns its folder.
 
         Args:
-            state: what ``resolve`` gives back; JSON values, finite numbers only.
+            state: what ``resolve`` gives back; JSON values, finite numbers only. None: these are weights only.
         """
         work, final = self._work(rollout_id), self._folder(rollout_id)
-        (work / STATE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
+        if state is not None:
+            (work / STATE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
         _sync_files(work)
         _write_durably(work / COMPLETE, "")
         _sync_folder(work)

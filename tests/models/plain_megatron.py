@@ -17,7 +17,6 @@ def parallel_layout(*, rank: int = 0, world: int = 1, port: int = 0, tp: int = 1
 
     platform = current()
     platform.bind_loopback("127.0.0.1")
-    _let_torch_know_its_factories()
     platform.prepare_megatron()
     import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel
@@ -31,16 +30,6 @@ def parallel_layout(*, rank: int = 0, world: int = 1, port: int = 0, tp: int = 1
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def _let_torch_know_its_factories() -> None:
-    """``with torch.device("meta")``, by which transformers loads models, looks the factories up at its first use.
-
-    If they are replaced before, it misses them and transformers leaves the rotary frequencies uninitialised.
-    """
-    from torch.utils import _device
-
-    _device._device_constructors()
 
 
 def build(shape: ModelShape, dtype: str = "float32", *, divisible_by: int = 1) -> Any:

@@ -168,6 +168,7 @@ def _write_weights(
             assert (name, tuple(tensor.shape)) == (expected.name, expected.shape), (name, tensor.shape, expected)
             held[name] = tensor.detach().to("cpu", copy=True).contiguous()
         save_file(held, work / file, metadata={"format": "pt"})
+        shutil.copymode(work / "config.json", work / file)  # safetensors lets only the owner read it
         weight_map |= dict.fromkeys(held, file)
     assert next(given, None) is None, "more tensors than planned"
     if len(shards) > 1:
