@@ -236,11 +236,6 @@ def test_an_older_runs_folder_is_not_written_into_unless_it_is_resumed(flags, tm
     assert said(flags("--load", str(folder))) == ()
 
 
-def test_a_run_that_never_saved_may_start_again(flags, tmp_path):
-    (tmp_path / "save" / "run").mkdir(parents=True)
-    assert said(flags()) == ()
-
-
 def test_load_need_not_exist_yet(flags, tmp_path):
     assert said(flags("--load", str(tmp_path / "later"))) == ()
 
