@@ -1,0 +1,78 @@
+"""GRPO steps with vime's training worker, in one process without Ray. One step a request.
+
+    python -m bench.training.vime_side WORK
+
+The time is that of ``TrainWorker.train``: packing, advantages, forward and backward passes, metrics, the update.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+
+from bench.protocol import SideChannel
+from bench.work import DEMO_FLAGS, MICRO_BATCH_TOKENS, TrainingWork, parse_work
+from vime.config import Config, parse_config
+from vime.data.batching import make_train_batches
+from vime.training.worker import TrainWorker
+from vime.types import RolloutBatch, TrainBatch, TrainSample
+
+
+def make_worker(config: Config) -> TrainWorker:
+    """The only rank, started."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    worker = TrainWorker(config, rank=0, world_size=1, master_addr="127.0.0.1", master_port=port)
+    worker.start()
+    return worker
+
+
+def make_batch(work: TrainingWork) -> TrainBatch:
+    """All samples of the work, for one rank and one step."""
+    samples = tuple(
+        TrainSample(
+            index=index,
+            group_index=index // 8,
+            tokens=tuple(tokens),
+            response_length=work.response,
+            loss_mask=(1,) * work.response,
+            rollout_log_probs=(-1.0,) * work.response,
+            weight_versions=(),
+            raw_reward=float(advantage > 0),
+            reward=advantage,
+        )
+        for index, (tokens, advantage) in enumerate(zip(work.token_ids(), work.advantages(), strict=True))
+    )
+    (batch,) = make_train_batches(
+        RolloutBatch(rollout_id=0, samples=samples),
+        dp_size=1,
+        global_batch_size=work.samples,
+        micro_batch_size=work.micro_batch,
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=MICRO_BATCH_TOKENS,
+        balance_data=False,
+        cp_size=1,
+    )
+    return batch
+
+
+def main() -> None:
+    work = parse_work(sys.argv[1])
+    sizes = ("--rollout-batch-size", str(work.samples // 8), "--global-batch-size", str(work.samples))
+    channel = SideChannel()
+    worker = make_worker(parse_config([*DEMO_FLAGS, "--num-rollout", "1000", *sizes]))
+    batch = make_batch(work)
+    channel.reply(ready=True, micro_batches=len(batch.steps[0].micro_batches))
+    for _ in channel.requests():
+        begin = time.perf_counter()
+        result = worker.train(batch)
+        channel.reply(
+            seconds=time.perf_counter() - begin, grad_norm=result.steps[0]["train/grad_norm"], phases=result.seconds
+        )
+    worker.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The work that the measures share: model, task, the demo's settings, and samples to train on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.sides import Side
+
+MODEL = Path("models/SmolLM2-135M-Instruct")
+TASK = Path("data/arithmetic")
+VOCABULARY = 49152
+MICRO_BATCH_TOKENS = 1024
+LEARNING_RATE = 2e-5
+ADAM_BETAS = (0.9, 0.98)
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+CLIP_GRAD = 1.0
+
+DEMO_FLAGS = (
+    *("--actor-num-gpus-per-node", "1", "--colocate"),
+    *("--hf-checkpoint", str(MODEL)),
+    *("--prompt-data", str(TASK / "train.jsonl"), "--input-key", "prompt", "--label-key", "label"),
+    *("--apply-chat-template", "--rollout-shuffle", "--rm-type", "last_number"),
+    *("--rollout-batch-size", "8", "--n-samples-per-prompt", "8", "--global-batch-size", "64"),
+    *("--rollout-max-response-len", "8", "--rollout-temperature", "1"),
+    *("--advantage-estimator", "grpo", "--eps-clip", str(CLIP_LOW), "--eps-clip-high", str(CLIP_HIGH)),
+    *("--use-dynamic-batch-size", "--max-tokens-per-gpu", str(MICRO_BATCH_TOKENS)),
+    *("--optimizer", "adam", "--lr", "2e-5", "--lr-decay-style", "constant", "--weight-decay", "0.0"),
+    *("--adam-beta1", str(ADAM_BETAS[0]), "--adam-beta2", str(ADAM_BETAS[1])),
+    *("--vllm-max-model-len", "256", "--vllm-max-num-seqs", "64"),
+)
+"""Those of scripts/run-smollm2-135M-cpu.sh, without checkpoint, evaluation and the length of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingWork:
+    """Samples of equal length, so that no side pads; a micro-batch has ``MICRO_BATCH_TOKENS``."""
+
+    samples: int
+    prompt: int  # tokens
+    response: int  # tokens
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.response
+
+    @property
+    def tokens(self) -> int:
+        """Of one step, prompts included."""
+        return self.samples * self.length
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of one forward pass."""
+        return MICRO_BATCH_TOKENS // self.length
+
+    def token_ids(self) -> list[list[int]]:
+        """[samples][length], the same in every process."""
+        numbers = random.Random(0)
+        return [[numbers.randrange(VOCABULARY) for _ in range(self.length)] for _ in range(self.samples)]
+
+    def advantages(self) -> list[float]:
+        """One a sample, as GRPO makes them from groups that are half right."""
+        return [1.0 if i % 2 else -1.0 for i in range(self.samples)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"samples": self.samples, "prompt": self.prompt, "response": self.response, "tokens": self.tokens}
+
+
+def need_model() -> None:
+    """Makes the model and the task where they are missing."""
+    if not (MODEL / "model.safetensors").is_file():
+        subprocess.run([sys.executable, "tools/fetch_smollm2.py", str(MODEL)], check=True, stdout=sys.stderr)
+    if not (TASK / "train.jsonl").is_file():
+        subprocess.run([sys.executable, "tools/make_arithmetic.py", str(TASK)], check=True, stdout=sys.stderr)
+
+
+def threads() -> int:
+    """Compute threads of every process that computes: all cores, because the sides take turns."""
+    return os.cpu_count() or 1
+
+
+def start_side(module: str, folder: Path, *arguments: str, python: str = sys.executable) -> Side:
+    """A side as a process that computes on all cores and loads nothing from the network."""
+    environment = {"OMP_NUM_THREADS": str(threads()), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    name = module.removeprefix("bench.").replace(".", "_")
+    return Side([python, "-m", module, *arguments], folder / f"{name}.log", environment)
+
+
+def parse_work(text: str) -> TrainingWork:
+    """The inverse of ``json.dumps(work.to_json())``."""
+    fields = json.loads(text)
+    return TrainingWork(samples=fields["samples"], prompt=fields["prompt"], response=fields["response"])

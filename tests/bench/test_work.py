@@ -1,0 +1,65 @@
+"""The work that both sides do."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from bench.measures.overhead_share import KEY, STEPS, summarize
+from bench.measures.train_ratio import DEMO, LONG, check_same_work
+from bench.work import DEMO_FLAGS, LEARNING_RATE, MICRO_BATCH_TOKENS, parse_work
+from vime.config import parse_config
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "run-smollm2-135M-cpu.sh"
+
+
+def test_the_flags_are_those_of_the_demo() -> None:
+    variables = {"$MODEL": "models/SmolLM2-135M-Instruct", "$TASK": "data/arithmetic"}
+    text = SCRIPT.read_text()
+    for variable, value in variables.items():
+        text = text.replace(variable, value)
+    words = shlex.split(text, comments=True)
+    for flag, value in zip(DEMO_FLAGS, [*DEMO_FLAGS[1:], "--"], strict=True):
+        if flag.startswith("--"):
+            at = words.index(flag)
+            assert value.startswith("--") or words[at + 1] == value, flag
+
+
+def test_vime_accepts_the_flags() -> None:
+    config = parse_config([*DEMO_FLAGS, "--num-rollout", "1"])
+    assert config.batch.max_tokens_per_gpu == MICRO_BATCH_TOKENS
+    assert config.optimizer.lr == LEARNING_RATE
+
+
+@pytest.mark.parametrize("work", [DEMO, LONG])
+def test_a_step_trains_on_2048_tokens_in_full_micro_batches(work) -> None:  # type: ignore[no-untyped-def]
+    assert work.tokens == 2048
+    assert work.micro_batch * work.length == MICRO_BATCH_TOKENS
+    assert work.samples % work.micro_batch == 0
+
+
+def test_both_sides_make_the_same_samples() -> None:
+    again = parse_work(json.dumps(DEMO.to_json()))
+    assert again.token_ids() == DEMO.token_ids()
+    assert {len(tokens) for tokens in again.token_ids()} == {DEMO.length}
+    assert sum(again.advantages()) == 0
+
+
+def test_sides_that_compute_different_gradients_are_not_compared() -> None:
+    check_same_work({"a": 1.0, "b": 1.04})
+    with pytest.raises(RuntimeError, match="same gradient"):
+        check_same_work({"a": 1.0, "b": 1.2})
+    with pytest.raises(RuntimeError, match="same gradient"):
+        check_same_work({"a": 1.0, "b": float("nan")})
+
+
+def test_the_overhead_is_the_median_over_the_steps_of_a_run() -> None:
+    rows = [{KEY: share, "perf/step_time": 2.0, "perf/phase_time/train": 1.0} for share in (0.01,) * 5 + (0.5,) * 3]
+    found = summarize(rows)
+    assert (found["value"], found["share"]["max"], found["phases_s"]["train"]["median"]) == (0.01, 0.5, 1.0)
+
+
+def test_a_run_that_ended_early_has_no_overhead() -> None:
+    with pytest.raises(RuntimeError, match=f"3 rows .* not {STEPS}"):
+        summarize([{KEY: 0.01}] * 3)
