@@ -1,6 +1,7 @@
 """Conversion between HuggingFace folders and torch_dist checkpoints: what ``tools/convert_*.py`` do.
 
-One process is enough; with torchrun the ranks are pipeline stages unless flags say otherwise.
+One process is enough; with torchrun the ranks are pipeline stages unless flags say otherwise. torch and Megatron are
+imported after all that can be said about flags and folders without them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from vime.checkpoints import TRACKER, CheckpointStore
 from vime.config import Config
 from vime.config.parse import resolve
@@ -23,7 +22,6 @@ from vime.config.rules import files, layout, model
 from vime.errors import UserError
 from vime.models import ModelShape, load_shape
 from vime.models.hf_folder import check_replaceable
-from vime.training.parallel import connect, disconnect
 
 __all__ = ["hf_to_torch_dist", "torch_dist_to_hf"]
 
@@ -46,7 +44,9 @@ def hf_to_torch_dist(argv: Sequence[str]) -> Path:
         raise UserError("--save is required: the root folder for the checkpoint")
     store = CheckpointStore(config.checkpoint.save)
     _check_holds_no_run(store)
-    with _ranks(config):
+    with _ranks(config) as rank:
+        from torch.distributed import barrier
+
         from vime.training.build import build_chunks
         from vime.training.checkpoint import save_megatron
         from vime.training.weights_io import load_hf_weights
@@ -54,10 +54,10 @@ def hf_to_torch_dist(argv: Sequence[str]) -> Path:
         shape = load_shape(config.checkpoint.hf_checkpoint)
         chunks = build_chunks(shape, config, trainable=False)
         load_hf_weights(chunks, shape, config.checkpoint.hf_checkpoint)
-        save_megatron(_begin_on_first_rank(store), chunks)
-        if dist.get_rank() == 0:
+        save_megatron(_begin_on_first_rank(store, rank), chunks)
+        if rank == 0:
             store.commit(CONVERTED, state=None)
-        dist.barrier()
+        barrier()
     return store.root / f"iter_{CONVERTED:07d}"
 
 
@@ -121,14 +121,16 @@ def _default_flags(argv: Sequence[str]) -> Iterator[str]:
 
 
 @contextmanager
-def _ranks(config: Config) -> Iterator[None]:
-    """Joins torchrun's processes; without it this process is alone."""
+def _ranks(config: Config) -> Iterator[int]:
+    """Joins torchrun's processes and yields the rank of this one; without torchrun it is alone."""
+    from vime.training.parallel import connect, disconnect
+
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     port = int(os.environ["MASTER_PORT"]) if "MASTER_PORT" in os.environ else _free_port()
     connect(config, rank=rank, world_size=world_size, master_addr=address, master_port=port)
     try:
-        yield
+        yield rank
     finally:
         disconnect()
 
@@ -139,9 +141,11 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _begin_on_first_rank(store: CheckpointStore) -> str:
-    folder = [str(store.begin(CONVERTED)) if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder, src=0)
+def _begin_on_first_rank(store: CheckpointStore, rank: int) -> str:
+    from torch.distributed import broadcast_object_list
+
+    folder = [str(store.begin(CONVERTED)) if rank == 0 else ""]
+    broadcast_object_list(folder, src=0)
     return folder[0]
 
 
