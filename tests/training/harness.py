@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import socket
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,30 +89,24 @@ def started(config: Config, *, rank: int = 0, world_size: int = 1, port: int | N
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """``function(rank, world_size, *arguments)`` in as many processes; what each returned, by rank."""
-    context = torch.multiprocessing.get_context("spawn")
-    results: Any = context.SimpleQueue()
-    ranks = torch.multiprocessing.start_processes(
-        _in_process, (world_size, function, arguments, results), nprocs=world_size, join=False, start_method="spawn"
-    )
-    try:
-        found = dict(results.get() for _ in range(world_size)) if _finishes(ranks, results) else {}
-    finally:
-        for process in ranks.processes:
-            process.kill()
-    return [found[rank] for rank in range(world_size)]
+    """``function(rank, world_size, *arguments)`` in as many processes; what each returned, by rank.
+
+    The first failure of a rank is raised here with its traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = torch.multiprocessing.start_processes(
+            _in_process, (world_size, function, arguments, folder), nprocs=world_size, join=False, start_method="spawn"
+        )
+        end = time.monotonic() + DEADLINE_S
+        try:
+            while not ranks.join(timeout=1):
+                assert time.monotonic() < end, f"the ranks did not finish within {DEADLINE_S} s"
+        finally:
+            for process in ranks.processes:
+                process.kill()
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world_size)]
 
 
-def _finishes(ranks: Any, results: Any) -> bool:
-    """Waits for every rank; the first failure is raised here with its traceback."""
-    import time
-
-    end = time.monotonic() + DEADLINE_S
-    while not ranks.join(timeout=1):
-        assert time.monotonic() < end, f"the ranks did not finish within {DEADLINE_S} s"
-    return True
-
-
-def _in_process(rank: int, world_size: int, function: Callable[..., Any], arguments: Any, results: Any) -> None:
+def _in_process(rank: int, world_size: int, function: Callable[..., Any], arguments: Any, folder: str) -> None:
     torch.set_num_threads(1)
-    results.put((rank, function(rank, world_size, *arguments)))
+    (Path(folder) / str(rank)).write_bytes(pickle.dumps(function(rank, world_size, *arguments)))

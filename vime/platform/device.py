@@ -57,7 +57,8 @@ class Platform:
         if self.name == "cuda":
             now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         else:
-            now, peak = _resident_bytes(), _peak_resident_bytes()
+            now = _resident_bytes()
+            peak = max(now, _peak_resident_bytes())  # the kernel brings the two up to date at different times
         return {"allocated": now / 2**30, "peak": peak / 2**30}
 
     def bind_loopback(self, master_addr: str) -> None:

@@ -17,6 +17,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from torch import Tensor
 
 from vime.config import Config
 from vime.models import ModelShape
@@ -46,13 +47,19 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
         **precision_fields(config),
         "transformer_impl": _implementation(config),
         "use_cpu_initialization": on_cpu,
-        "perform_initialization": False,  # every weight is loaded
+        # Every weight is loaded, so initialising does nothing. It must be "performed" all the same: Megatron marks the
+        # parameters that tensor parallelism shards while it does that, and counts them rightly in the gradient norm.
+        **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave),
         "gradient_accumulation_fusion": False,
         "variable_seq_lengths": stages > 1,  # packs differ in length
         "moe_token_dispatcher_type": "alltoall",  # asked for by variable_seq_lengths, dense models too
         "attention_softmax_in_fp32": True,
     }
     return TransformerConfig(**fields | _fields_of(TransformerConfig, config.megatron, fields))
+
+
+def _leave(weight: Tensor) -> Tensor:
+    return weight
 
 
 def precision_fields(config: Config) -> dict[str, Any]:

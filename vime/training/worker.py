@@ -6,9 +6,8 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from vime.training.forward import is_last_stage, log_probs_of
 from vime.training.loss import Given, LossSettings
 from vime.training.packing import MicroBatch, Packer
 from vime.training.parallel import connect, disconnect
+from vime.training.records import Export, StartInfo
 from vime.training.step import Learner
 from vime.training.weight_sets import WeightSets
 from vime.training.weights_io import drain, hf_plan, hf_weights, load_hf_weights, save_hf
@@ -35,32 +35,11 @@ from vime.types import TrainBatch, TrainResult, TrainSample
 from vime.weights.plan import WeightPlan
 from vime.weights.shm import SharedBuffer
 
-__all__ = ["Export", "StartInfo", "TrainWorker"]
+__all__ = ["TrainWorker"]
 
 logger = logging.getLogger(__name__)
 
 REFERENCE = "ref"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartInfo:
-    """What the orchestration wants to know of a rank that is ready."""
-
-    start_rollout_id: int
-    dp_size: int
-    dp_rank: int
-    is_reporter: bool  # the one rank whose metrics are recorded and whose weights are exported
-    dtype: str  # of the weights, as torch calls it
-    resumed_from: str | None  # the folder of the checkpoint that the run goes on from
-    state: dict[str, Any] | None  # what else was saved in it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Export:
-    """The weights as the engines read them. The buffer is overwritten by the next export."""
-
-    plan: WeightPlan
-    path: str  # of the shared buffer, for other processes on this machine
 
 
 class TrainWorker:
