@@ -10,7 +10,7 @@ from vime.config import Config
 from vime.types import TrainBatch, TrainResult
 
 if TYPE_CHECKING:
-    from vime.training.worker import Export, StartInfo
+    from vime.training.records import Export, StartInfo
 
 
 class TrainActor:

@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
-from typing import Any
 
 from rich.console import Console
 
@@ -33,7 +32,7 @@ INTERRUPTED = 130  # the exit status of a process that Ctrl-C ended
 def main(config: Config) -> int:
     """Runs the job and returns the exit status."""
     try:
-        asyncio.run(_run_until_signal(config))
+        asyncio.run(run(config))
     except (asyncio.CancelledError, KeyboardInterrupt):
         print("interrupted: every process was stopped", file=sys.stderr)
         return INTERRUPTED
@@ -43,37 +42,33 @@ def main(config: Config) -> int:
     return 0
 
 
-async def _run_until_signal(config: Config) -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    with _sigterm_cancels(task):
-        await run(config)
-
-
-@contextmanager
-def _sigterm_cancels(task: asyncio.Task[Any]) -> Iterator[None]:
-    """SIGTERM ends a run in order, as Ctrl-C does."""
-    running = asyncio.get_running_loop()
-    running.add_signal_handler(signal.SIGTERM, task.cancel)
-    try:
-        yield
-    finally:
-        running.remove_signal_handler(signal.SIGTERM)
-
-
 async def run(config: Config) -> None:
     """The whole job."""
     prompts = load_prompts(config)
     async with AsyncExitStack() as stack:
         memory = await stack.enter_async_context(PeakMemory())
         record = stack.enter_context(open_record(config, total=prompts.num_rollout(config)))
-        slots = stack.enter_context(ray_session(needed_slots(config)))
-        job = Job(config, prompts, record, slots)
-        stack.push_async_callback(job.stop)
         with record.report.phase("start"):
+            slots = stack.enter_context(ray_session(needed_slots(config)))
+            stack.enter_context(sigterm_cancels())
+            job = Job(config, prompts, record, slots)
+            stack.push_async_callback(job.stop)
             await job.start()
         await loop.train(job.schedule, job.rollouts, job.trainer, job.weights, job.checkpoints, record.report)
         record.report.finish(peak_memory_bytes=memory.peak_bytes, resume_command=resume_command(config))
+
+
+@contextmanager
+def sigterm_cancels() -> Iterator[None]:
+    """SIGTERM ends the current task in order, as Ctrl-C does. To be entered after Ray, which sets its own handler."""
+    task = asyncio.current_task()
+    assert task is not None
+    running = asyncio.get_running_loop()
+    running.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        yield
+    finally:
+        running.remove_signal_handler(signal.SIGTERM)
 
 
 def needed_slots(config: Config) -> int:

@@ -15,7 +15,7 @@ from vime.config import Config
 from vime.types import RolloutBatch, TrainBatch, TrainResult
 
 if TYPE_CHECKING:
-    from vime.training.worker import Export, StartInfo
+    from vime.training.records import Export, StartInfo
 
 START_TIMEOUT_S = 1800.0  # reading a large checkpoint from a slow disk
 STEP_TIMEOUT_S = 6 * 3600.0  # a rank that died is noticed at once; this only ends a hang
