@@ -38,9 +38,9 @@ class EngineGroup:
         self.router_url = await self._router.start(self.urls)
 
     async def failures(self) -> list[str]:
-        """One line for each engine that is gone."""
-        answers = await wait_all([e.failure.remote() for e in self._engines], what="asking the engines", timeout_s=30)
-        return [answer for answer in answers if answer]
+        """One line, and the end of its log, for each engine that is gone, and for the router."""
+        answers = await wait_all([e.failure.remote() for e in self._engines], what="asking the engines", timeout_s=300)
+        return [answer for answer in [*answers, self._router.failure()] if answer]
 
     async def stop(self) -> None:
         """Never raises; what does not end in time is killed with its actor."""

@@ -109,7 +109,7 @@ class Job:
         }
 
     async def failures(self) -> list[str]:
-        """What is wrong with the engines, to explain an error of a request."""
+        """What is wrong with engines and router; empty while all is well."""
         return await self._engines.failures()
 
     async def stop(self) -> None:

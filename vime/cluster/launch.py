@@ -20,6 +20,7 @@ from vime.cluster.job import Job
 from vime.cluster.memory import PeakMemory
 from vime.cluster.record import open_record, resume_command
 from vime.cluster.session import ray_session
+from vime.cluster.supervision import supervised
 from vime.config import Config
 from vime.errors import UserError
 from vime.rollout.build import load_prompts
@@ -54,7 +55,10 @@ async def run(config: Config) -> None:
             job = Job(config, prompts, record, slots)
             stack.push_async_callback(job.stop)
             await job.start()
-        await loop.train(job.schedule, job.rollouts, job.trainer, job.weights, job.checkpoints, record.report)
+        await supervised(
+            loop.train(job.schedule, job.rollouts, job.trainer, job.weights, job.checkpoints, record.report),
+            job.failures,
+        )
         record.report.finish(peak_memory_bytes=memory.peak_bytes, resume_command=resume_command(config))
 
 

@@ -1,0 +1,125 @@
+"""Starts ``train.py`` as a user would, and looks at what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 240
+
+
+class Run:
+    """One run of train.py; a context manager that leaves nothing running, whatever a test does."""
+
+    def __init__(self, save: Path, *flags: str) -> None:
+        self.save = save
+        self.log = save.with_suffix(f".{time.monotonic_ns()}.log")
+        self._shm = shared_memory()
+        command = [sys.executable, "train.py", *flags, "--save", str(save)]
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+        self._tree: dict[int, psutil.Process] = {}
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remember()
+        for process in self._tree.values():
+            if process.is_running():
+                process.kill()
+        self.process.kill()
+        self.process.wait()
+
+    def remember(self) -> None:
+        """Notes all processes below the run, to look for them when it has ended."""
+        try:
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                self._tree.setdefault(process.pid, process)
+        except psutil.NoSuchProcess:
+            return
+
+    def wait_for(self, happened: Any, what: str) -> None:
+        """Polls until ``happened()``; fails with the end of the log when the run ends before or time is up."""
+        end = time.monotonic() + DEADLINE_S
+        while not happened():
+            self.remember()
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.output()[-3000:]}"
+            assert time.monotonic() < end, f"no sign of {what}:\n{self.output()[-3000:]}"
+            time.sleep(0.05)
+        self.remember()
+
+    def wait(self) -> int:
+        """The exit status."""
+        end = time.monotonic() + DEADLINE_S
+        while self.process.poll() is None:
+            self.remember()
+            assert time.monotonic() < end, f"the run hangs:\n{self.output()[-3000:]}"
+            time.sleep(0.1)
+        return self.process.returncode
+
+    def finish(self) -> None:
+        """Waits for an end without error."""
+        status = self.wait()
+        assert status == 0, self.output()[-3000:]
+
+    def signal(self, number: signal.Signals) -> None:
+        self.remember()
+        self.process.send_signal(number)
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def named(self, text: str) -> list[psutil.Process]:
+        """Living processes of the run whose command line has ``text``."""
+        self.remember()
+        found = []
+        for process in self._tree.values():
+            try:
+                if text in " ".join(process.cmdline()):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def assert_nothing_is_left(self) -> None:
+        """No process and no shared memory of the run, after a moment for the kernel and Ray to clean up."""
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            alive = [process for process in self._tree.values() if is_alive(process)]
+            files = shared_memory() - self._shm
+            if not alive and not files:
+                return
+            time.sleep(0.2)
+        names = [" ".join(process.cmdline())[:120] for process in alive]
+        raise AssertionError(f"left behind: processes {names}, shared memory {sorted(files)}")
+
+    def rows(self) -> list[dict[str, Any]]:
+        path = self.save / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def samples(self, rollout_id: int) -> list[dict[str, Any]]:
+        path = self.save / "samples" / f"rollout_{rollout_id:07d}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))

@@ -1,0 +1,98 @@
+"""Whole runs on the real stack: Ray, a vLLM server behind a vllm-router, Megatron-core."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import Run
+
+SAMPLE_KEYS = ("index", "group_index", "prompt", "response", "reward", "status", "weight_versions")
+TRAINER_METRICS = ("train/loss", "train/pg_loss", "train/kl_loss", "train/grad_norm", "rollout/log_probs", "train/lr")
+
+
+def test_a_killed_run_resumes_exactly_where_its_last_checkpoint_is(flags: list[str], tmp_path: Path) -> None:
+    """Six rollouts at once, against a kill -9 after the third and three more: the same prompts, sampled tokens, rewards
+    and losses, bit for bit. The reference model takes part, so that its log-probs are covered too."""
+    reference = flags[flags.index("--hf-checkpoint") + 1]
+    kl = ["--use-kl-loss", "--kl-loss-coef", "0.01", "--kl-loss-type", "k3", "--ref-load", reference]
+    schedule = [*flags, *kl, "--num-rollout", "6", "--save-interval", "3"]
+
+    with Run(tmp_path / "whole", *schedule) as whole:
+        whole.finish()
+        whole.assert_nothing_is_left()
+
+    with Run(tmp_path / "killed", *schedule) as killed:
+        saved = killed.save / "latest_checkpointed_iteration.txt"
+        killed.wait_for(saved.exists, "the first checkpoint")
+        killed.signal(signal.SIGKILL)
+        killed.wait()
+        killed.assert_nothing_is_left()
+    assert saved.read_text().split() == ["2"]
+
+    with Run(tmp_path / "killed", *schedule, "--load", str(killed.save)) as resumed:
+        resumed.finish()
+    assert "resuming from" in resumed.output()
+
+    for rollout_id in range(6):
+        assert pick(resumed.samples(rollout_id)) == pick(whole.samples(rollout_id)), f"samples of rollout {rollout_id}"
+    first, second = train_rows(whole), train_rows(resumed)
+    assert [row["rollout_id"] for row in second] == list(range(6)), "no row is missing or doubled"
+    for a, b in zip(first, second, strict=True):
+        assert {key: a[key] for key in TRAINER_METRICS} == {key: b[key] for key in TRAINER_METRICS}
+        assert a["rollout/rollout_log_probs"] == pytest.approx(b["rollout/rollout_log_probs"], abs=1e-5)
+
+    check_first_step(first[0])
+    assert any(row["train/grad_norm"] > 0 for row in first)
+    assert first[-1]["train/kl_loss"] > 0, "the policy has moved away from the reference"
+
+
+def check_first_step(row: dict[str, Any]) -> None:
+    """On-policy with a single step, and a reference that is the policy itself: nothing differs, exactly."""
+    assert row["train/ppo_kl"] == 0
+    assert row["train/pg_clipfrac"] == 0
+    assert row["train/kl_loss"] == 0
+    assert row["train/train_rollout_logprob_abs_diff_max"] < 1e-4
+
+
+def test_ctrl_c_ends_everything(flags: list[str], save: Path) -> None:
+    with Run(save, *flags, "--num-rollout", "100000") as run:
+        run.wait_for(lambda: len(run.rows()) >= 2, "two rollouts")
+        run.signal(signal.SIGINT)
+        assert run.wait() == 130
+        run.assert_nothing_is_left()
+    assert run.output().splitlines()[-1] == "interrupted: every process was stopped"
+
+
+def test_a_killed_engine_ends_the_run_with_the_cause_last(flags: list[str], save: Path) -> None:
+    with Run(save, *flags, "--num-rollout", "100000") as run:
+        run.wait_for(lambda: len(run.rows()) >= 1, "a rollout")
+        (engine,) = [
+            process for process in run.named("openai.api_server") if "guard.py" not in " ".join(process.cmdline())
+        ]
+        engine.kill()
+        assert run.wait() == 1
+        run.assert_nothing_is_left()
+    end = run.output()[-1500:]
+    assert "engine 0" in end and "Traceback" not in end, end
+
+
+def test_rewards_that_all_fail_end_the_run_and_say_why(flags: list[str], save: Path) -> None:
+    words = list(flags)
+    words[words.index("--custom-rm-path") + 1] = "tests.e2e.hooks:broken"
+    with Run(save, *words, "--num-rollout", "2") as run:
+        assert run.wait() == 1
+        run.assert_nothing_is_left()
+    last = run.output().splitlines()[-1]
+    assert "rollout 0: no sample has a reward" in last and "the reward service is down" in last
+
+
+def train_rows(run: Run) -> list[dict[str, Any]]:
+    return [row for row in run.rows() if "train/loss" in row]
+
+
+def pick(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: sample[key] for key in SAMPLE_KEYS} for sample in samples]
