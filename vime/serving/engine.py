@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
+KEEP_ALIVE_S = 3600
 CPU_KV_CACHE_BYTES = 512 << 20
 
 
@@ -82,6 +83,8 @@ class EngineSpec:
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            # clients and the router keep connections for a while, and fail if the server closes one as they use it
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
             "PYTHONPATH": os.pathsep.join(filter(None, (_package_root(), os.environ.get("PYTHONPATH", "")))),
         }
         if self.cpu:

@@ -66,7 +66,7 @@ class ServerProcess:
         return self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
 
     def stop(self) -> None:
-        """Asks the server to end and returns when its whole tree is gone, at most little more than ``GRACE_S`` later."""
+        """Asks the server to end, and returns when its whole tree is gone: a little over ``GRACE_S`` later at most."""
         if self._guard.poll() is None:
             self._guard.send_signal(signal.SIGTERM)
         self._guard.wait(GRACE_S + 10)

@@ -1,7 +1,7 @@
 """The weight plan: which tensors a sync carries, under which names, and where each lies in the buffer.
 
 Both sides hold the same plan and compare it before any byte moves; a tensor that is missing, unknown or of another
-shape or dtype is then an error that names it, instead of a hang or garbage. Nothing here imports torch, so a plan can be
+shape or dtype is then an error that names it, instead of a hang or garbage. Nothing here imports torch: a plan can be
 checked anywhere.
 """
 

@@ -1,0 +1,194 @@
+"""How the client deals with servers that fail, seen with a server that fails on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from aiohttp import web
+
+from vime.serving import client as client_module
+from vime.serving.client import EngineError, RouterClient, parse_generation, request_body
+from vime.types import SamplingParams
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ANSWER = {
+    "choices": [
+        {
+            "token_ids": [11, 12, 13],
+            "finish_reason": "length",
+            "weight_versions": [{"version": "default", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}],
+            "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}, {"logprob": -0.5}]},
+        }
+    ]
+}
+PARAMS = SamplingParams(max_tokens=3, seed=1)
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "BACKOFF_S", 0.001)
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Callable[[Handler], Awaitable[RouterClient]]]:
+    """Starts a server with the handler for generation requests and returns a client of it."""
+    runners: list[web.AppRunner] = []
+    clients: list[RouterClient] = []
+
+    async def start(handler: Handler) -> RouterClient:
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        runners.append(runner)
+        assert site._server is not None
+        port = site._server.sockets[0].getsockname()[1]
+        clients.append(RouterClient(f"http://127.0.0.1:{port}", request_timeout_s=5))
+        return clients[-1]
+
+    yield start
+    for each in clients:
+        await each.close()
+    for runner in runners:
+        await runner.cleanup()
+
+
+async def test_a_request_carries_its_session_and_every_sampling_parameter(serve: Callable) -> None:
+    seen: dict[str, object] = {}
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.update(await request.json(), session=request.headers["x-session-id"])
+        return web.json_response(ANSWER)
+
+    generation = await (await serve(handler)).generate([1, 2], PARAMS, session_id="abc")
+    assert (generation.token_ids, generation.log_probs) == ([11, 12, 13], [-1.0, -2.0, -0.5])
+    assert generation.weight_versions == [0, 4, 4]
+    assert seen["session"] == "abc"
+    assert seen["token_ids"] == [1, 2]
+    assert seen["sampling_params"] == {
+        "max_tokens": 3,
+        "min_tokens": 0,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "stop": [],
+        "stop_token_ids": [],
+        "ignore_eos": False,
+        "seed": 1,
+        "logprobs": 0,
+        "detokenize": False,
+        "skip_special_tokens": True,
+    }
+
+
+async def test_a_server_error_is_tried_again_with_the_same_seed(serve: Callable) -> None:
+    seeds: list[int] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seeds.append((await request.json())["sampling_params"]["seed"])
+        return web.json_response(ANSWER) if len(seeds) == 3 else web.json_response({"error": "busy"}, status=503)
+
+    await (await serve(handler)).generate([1], PARAMS, session_id="a")
+    assert seeds == [1, 1, 1]
+
+
+async def test_after_four_attempts_the_last_error_is_told(serve: Callable) -> None:
+    attempts = 0
+
+    async def handler(_request: web.Request) -> web.Response:
+        nonlocal attempts
+        attempts += 1
+        return web.Response(status=503, text="No available workers")
+
+    with pytest.raises(
+        EngineError, match=r"the router .* answered /inference/v1/generate with 503: No available workers"
+    ):
+        await (await serve(handler)).generate([1], PARAMS, session_id="a")
+    assert attempts == 4
+
+
+async def test_a_refused_request_is_not_repeated(serve: Callable) -> None:
+    attempts = 0
+
+    async def handler(_request: web.Request) -> web.Response:
+        nonlocal attempts
+        attempts += 1
+        return web.json_response({"error": {"message": "prompt is too long"}}, status=400)
+
+    with pytest.raises(EngineError, match="with 400: prompt is too long"):
+        await (await serve(handler)).generate([1], PARAMS, session_id="a")
+    assert attempts == 1
+
+
+async def test_a_broken_connection_is_tried_again(serve: Callable) -> None:
+    attempts = 0
+
+    async def handler(request: web.Request) -> web.Response:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            assert request.transport is not None
+            request.transport.close()
+        return web.json_response(ANSWER)
+
+    assert (await (await serve(handler)).generate([1], PARAMS, session_id="a")).finish_reason == "length"
+    assert attempts == 2
+
+
+async def test_nobody_there_is_told_with_the_address() -> None:
+    client = RouterClient("http://127.0.0.1:9")
+    with pytest.raises(EngineError, match=r"the router \(http://127.0.0.1:9\) cannot be reached"):
+        await client.generate([1], PARAMS, session_id="a")
+    await client.close()
+
+
+async def test_512_requests_are_in_flight_at_once(serve: Callable) -> None:
+    waiting = 0
+    all_here = asyncio.Event()
+
+    async def handler(_request: web.Request) -> web.Response:
+        nonlocal waiting
+        waiting += 1
+        if waiting == 512:
+            all_here.set()
+        await all_here.wait()
+        return web.json_response(ANSWER)
+
+    client = await serve(handler)
+    answers = await asyncio.gather(*(client.generate([1], PARAMS, session_id=f"s{i}") for i in range(512)))
+    assert len(answers) == 512
+
+
+def answer_with(**changes: object) -> dict[str, list[dict[str, object]]]:
+    return {"choices": [ANSWER["choices"][0] | changes]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({}, "cannot be read"),
+        (answer_with(finish_reason="error"), "ended a request with 'error'"),
+        (answer_with(logprobs={"content": [{"logprob": -9999.0}] * 3}), "without a finite log-prob"),
+        (answer_with(logprobs=None), "without a finite log-prob"),
+        (answer_with(weight_versions=[{"version": "4", "start": 0, "end": 2}]), "weight versions of 2 tokens, not 3"),
+    ],
+)
+def test_an_answer_that_cannot_be_trained_on_is_an_error(answer: object, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        parse_generation(answer)
+
+
+def test_an_answer_aborted_before_its_first_token_is_empty() -> None:
+    answer = answer_with(token_ids=[], finish_reason="abort", logprobs={"content": []}, weight_versions=None)
+    generation = parse_generation(answer)
+    assert (generation.token_ids, generation.weight_versions, generation.finish_reason) == ([], [], "abort")
+
+
+def test_text_is_made_only_where_a_stop_text_needs_it() -> None:
+    stopping = SamplingParams(max_tokens=1, stop=("\n",))
+    assert request_body([1], stopping)["sampling_params"]["detokenize"] is True
+    assert request_body([1], PARAMS)["sampling_params"]["detokenize"] is False

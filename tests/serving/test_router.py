@@ -1,0 +1,125 @@
+"""The real router, in front of servers that answer like engines and say who they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+from aiohttp import web
+
+from vime.errors import UserError
+from vime.serving.client import RouterClient
+from vime.serving.http import EngineError, HttpServer
+from vime.serving.router import RouterServer
+from vime.types import SamplingParams
+
+PARAMS = SamplingParams(max_tokens=1)
+
+
+async def start_engine(number: int) -> tuple[web.AppRunner, str]:
+    """Answers every request with its number as the token."""
+
+    async def generate(_request: web.Request) -> web.Response:
+        choice = {"token_ids": [number], "finish_reason": "length", "logprobs": {"content": [{"logprob": -1.0}]}}
+        return web.json_response({"choices": [choice | {"weight_versions": [{"version": "1", "start": 0, "end": 1}]}]})
+
+    async def health(_request: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/inference/v1/generate", generate)
+    app.router.add_get("/health", health)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    assert site._server is not None
+    return runner, f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+
+
+@pytest.fixture
+async def engines() -> AsyncIterator[list[str]]:
+    started = [await start_engine(number) for number in range(3)]
+    yield [url for _, url in started]
+    for runner, _ in started:
+        await runner.cleanup()
+
+
+async def who_answers(url: str, sessions: list[str]) -> list[int]:
+    client = RouterClient(url, request_timeout_s=30)
+    try:
+        answers = [await client.generate([1], PARAMS, session_id=session) for session in sessions]
+        return [answer.token_ids[0] for answer in answers]
+    finally:
+        await client.close()
+
+
+async def test_a_session_stays_on_one_engine_and_sessions_spread_over_all(engines: list[str], tmp_path: Path) -> None:
+    router = RouterServer(log_dir=tmp_path)
+    url = await router.start(engines)
+    try:
+        answers = await who_answers(url, [f"session-{i % 40}" for i in range(120)])
+        assert answers[:40] == answers[40:80] == answers[80:]
+        assert set(answers) == {0, 1, 2}
+    finally:
+        router.stop()
+
+
+async def test_flags_of_the_user_win(engines: list[str], tmp_path: Path) -> None:
+    router = RouterServer(flags={"policy": "round_robin"}, log_dir=tmp_path)
+    url = await router.start(engines)
+    try:
+        assert sorted(await who_answers(url, ["same"] * 6)) == [0, 0, 1, 1, 2, 2]
+    finally:
+        router.stop()
+
+
+async def test_a_router_that_runs_already_is_told_of_the_engines_and_later_to_forget_them(
+    engines: list[str], tmp_path: Path
+) -> None:
+    running = RouterServer(log_dir=tmp_path)
+    url = await running.start(engines[:1])
+    host, _, port = url.removeprefix("http://").partition(":")
+    ours = RouterServer(external=(host, int(port)), log_dir=tmp_path)
+    try:
+        assert await ours.start(engines[1:]) == url
+        assert set(await who_answers(url, [f"s{i}" for i in range(40)])) == {0, 1, 2}
+        await asyncio.to_thread(ours.stop)
+        assert set(await who_answers(url, [f"s{i}" for i in range(40)])) == {0}
+    finally:
+        running.stop()
+
+
+async def test_an_external_router_that_is_not_there_is_an_error(engines: list[str], tmp_path: Path) -> None:
+    router = RouterServer(external=("127.0.0.1", 9), log_dir=tmp_path)
+    with pytest.raises(EngineError, match=r"the router \(http://127.0.0.1:9\) cannot be reached"):
+        await router.start(engines)
+
+
+async def test_a_wrong_flag_is_told_in_the_routers_own_words(engines: list[str], tmp_path: Path) -> None:
+    router = RouterServer(flags={"policy": "nonsense"}, log_dir=tmp_path)
+    with pytest.raises(EngineError, match=r"the router ended with status 2: .*error: .*nonsense"):
+        await router.start(engines)
+
+
+async def test_a_port_in_use_is_named(engines: list[str], tmp_path: Path) -> None:
+    port = int(engines[0].rpartition(":")[2])
+    with pytest.raises(UserError, match=f"--vllm-router-port: port {port} of 127.0.0.1 cannot be used"):
+        await RouterServer(port=port, log_dir=tmp_path).start(engines)
+
+
+async def test_a_stopped_router_is_gone(engines: list[str], tmp_path: Path) -> None:
+    router = RouterServer(log_dir=tmp_path)
+    url = await router.start(engines)
+    assert router.failure() is None
+    assert router._process is not None
+    tree = psutil.Process(router._process.pid).children(recursive=True)
+    await asyncio.to_thread(router.stop)
+    assert not any(process.is_running() for process in tree)
+    server = HttpServer("the router", url)
+    with pytest.raises(EngineError, match="cannot be reached"):
+        await server.call("GET", "/health", timeout_s=5)
+    await server.close()

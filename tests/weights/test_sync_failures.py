@@ -1,0 +1,101 @@
+"""What becomes of engines when a sync fails, seen with engines that only write down what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from vime.serving.http import EngineError
+from vime.weights.plan import WeightPlan
+from vime.weights.sync import SyncError, sync_engines
+
+
+@dataclass
+class FakeExport:
+    plan: WeightPlan = field(default_factory=lambda: WeightPlan.of([("a", (2,), "float32"), ("b", (2,), "float32")]))
+    path: str = "/proc/1/fd/1"
+
+
+@dataclass
+class FakeEngine:
+    """Fails or hangs at one call."""
+
+    url: str
+    fails_at: str = ""
+    hangs_at: str = ""
+    dead: str | None = None
+    calls: list[str] = field(default_factory=list)
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        async def call(*_arguments: object, timeout_s: float = 1.0) -> None:
+            self.calls.append(name)
+            if name == self.hangs_at:
+                await asyncio.sleep(3600)
+            if name == self.fails_at:
+                raise EngineError(f"{self.url} answered {name} with 500: no")
+
+        return call
+
+
+async def sync(*engines: FakeEngine) -> None:
+    await sync_engines(FakeExport(), engines, 7, bucket_bytes=256)  # type: ignore[arg-type]
+
+
+async def test_the_order_of_a_sync() -> None:
+    engine = FakeEngine("e0")
+    await sync(engine)
+    order = ["announce", "pause", "start_update", "update", "update", "finish_update", "reset_prefix_cache", "resume"]
+    assert engine.calls == order
+    assert engine.dead is None
+
+
+async def test_if_one_engine_refuses_the_plan_no_engine_is_touched() -> None:
+    good, bad = FakeEngine("e0"), FakeEngine("e1", fails_at="announce")
+    with pytest.raises(SyncError, match="weight sync, step 'announce': e1 answered announce with 500"):
+        await sync(good, bad)
+    assert good.calls == bad.calls == ["announce"]
+    assert good.dead is bad.dead is None
+
+
+@pytest.mark.parametrize("step", ["pause", "start_update"])
+async def test_an_engine_that_fails_before_it_loads_goes_on_with_the_old_weights(step: str) -> None:
+    engine = FakeEngine("e0", fails_at=step)
+    with pytest.raises(SyncError):
+        await sync(engine)
+    assert engine.calls[-1] == "resume"
+    assert engine.dead is None
+
+
+@pytest.mark.parametrize("step", ["update", "finish_update", "reset_prefix_cache", "resume"])
+async def test_an_engine_that_fails_later_is_marked_dead_and_its_requests_are_ended(step: str) -> None:
+    good, bad = FakeEngine("e0"), FakeEngine("e1", fails_at=step)
+    with pytest.raises(SyncError, match=f"e1 answered {step} with 500") as caught:
+        await sync(good, bad)
+    assert list(caught.value.failures) == ["e1"]
+    assert good.calls[-1] == "resume"
+    assert good.dead is None
+    assert bad.calls[-1] == "abort_all"
+    assert bad.dead is not None
+
+
+async def test_a_cancelled_sync_leaves_no_engine_paused() -> None:
+    early, late = FakeEngine("e0", hangs_at="start_update"), FakeEngine("e1", hangs_at="update")
+    task = asyncio.create_task(sync(early, late))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert early.calls[-1] == "resume"
+    assert early.dead is None
+    assert late.calls[-1] == "abort_all"
+    assert late.dead is not None
+
+
+async def test_the_step_that_failed_names_the_tensors() -> None:
+    with pytest.raises(SyncError, match="step 'load a to a'"):
+        await sync(FakeEngine("e0", fails_at="update"))
