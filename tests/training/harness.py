@@ -34,14 +34,19 @@ def config_of(model: Path, *flags: str) -> Config:
 def make_samples(
     count: int = 8, *, seed: int = 0, vocab_size: int = 512, masked: bool = False
 ) -> tuple[TrainSample, ...]:
-    """Samples of different lengths whose rewards sum to about zero; ``masked`` takes every third token out."""
+    """Samples of different lengths, two to a prompt; ``masked`` takes every third response token out."""
     rng = random.Random(seed)
-    return tuple(_sample(rng, i, vocab_size, masked) for i in range(count))
+    prompts = [_tokens(rng, rng.randint(3, 12), vocab_size) for _ in range((count + 1) // 2)]
+    return tuple(_sample(rng, i, prompts[i // 2], vocab_size, masked) for i in range(count))
 
 
-def _sample(rng: random.Random, index: int, vocab_size: int, masked: bool) -> TrainSample:
-    response = rng.randint(2, 9)
-    tokens = tuple(rng.randrange(vocab_size) for _ in range(rng.randint(3, 12) + response))
+def _tokens(rng: random.Random, count: int, vocab_size: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(vocab_size) for _ in range(count))
+
+
+def _sample(rng: random.Random, index: int, prompt: tuple[int, ...], vocab_size: int, masked: bool) -> TrainSample:
+    response = rng.randint(1, 9)
+    tokens = prompt + _tokens(rng, response, vocab_size)
     return TrainSample(
         index=index,
         group_index=index // 2,

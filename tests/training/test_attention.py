@@ -37,7 +37,7 @@ def test_values_and_gradients_are_those_of_each_segment_alone(
 ) -> None:
     monkeypatch.setattr(attention, "DIRECT_LENGTH", direct_length)
     inputs = make_inputs(sum(lengths))
-    out = attend(*inputs, Segments.of(lengths, CPU))
+    out = attend(*inputs, Segments.of(tuple((n,) for n in lengths), CPU))
     expected = each_alone(inputs, lengths)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     upstream = torch.randn_like(out)
@@ -48,17 +48,36 @@ def test_values_and_gradients_are_those_of_each_segment_alone(
 
 
 def test_segments_of_one_length_are_taken_as_they_lie() -> None:
-    (group,) = group_segments((4, 4, 4), CPU)
+    (group,) = group_segments(((4,), (4,), (4,)), CPU)
     assert group.whole
     assert group.length == 4
 
 
 def test_a_group_has_at_most_a_quarter_of_padding() -> None:
     lengths = (10, 9, 8, 7, 6, 5, 4, 3, 2, 1)
-    for group in group_segments(lengths, CPU):
+    groups = group_segments(tuple((n,) for n in lengths), CPU)
+    for group in groups:
         assert len(group.tokens) >= 0.75 * len(group.cells)
-    together = torch.cat([group.tokens for group in group_segments(lengths, CPU)])
+    together = torch.cat([group.tokens for group in groups])
     assert together.sort().values.tolist() == list(range(sum(lengths)))
+
+
+@pytest.mark.parametrize("direct_length", [0, 1000], ids=["kernel", "products"])
+def test_branches_see_their_stem_and_themselves(direct_length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two trees and a plain segment; each branch is computed as if it followed its stem directly."""
+    monkeypatch.setattr(attention, "DIRECT_LENGTH", direct_length)
+    trees = ((3, 2, 0, 4), (5,), (4, 1, 3))
+    inputs = make_inputs(sum(map(sum, trees)))
+    out = attend(*inputs, Segments.of(trees, CPU))
+    start = 0
+    for tree in trees:
+        stem = list(range(start, start + tree[0]))
+        start += tree[0]
+        for length in tree[1:] or (0,):
+            rows = [*stem, *range(start, start + length)]
+            expected = each_alone([x[rows] for x in inputs], (len(rows),))
+            torch.testing.assert_close(out[rows], expected, rtol=1e-5, atol=1e-5)
+            start += length
 
 
 def test_rotation_is_undone_by_its_gradient() -> None:

@@ -29,20 +29,37 @@ def sample(tokens: tuple[int, ...], response_length: int) -> TrainSample:
 
 
 def test_response_tokens_are_predicted_from_the_token_before() -> None:
+    """The last token of a sample predicts nothing that is asked for, so it is left out."""
     pack = PACKER.pack([sample((10, 11, 12, 13), 2), sample((20, 21, 22), 1)])
-    assert pack.tokens_l.tolist() == [10, 11, 12, 13, 20, 21, 22]
-    assert pack.positions_l.tolist() == [0, 1, 2, 3, 0, 1, 2]
-    assert pack.predictors_t.tolist() == [1, 2, 5]
+    assert pack.tokens_l.tolist() == [10, 11, 12, 20, 21]
+    assert pack.positions_l.tolist() == [0, 1, 2, 0, 1]
+    assert pack.predictors_t.tolist() == [1, 2, 4]
     assert pack.targets_t.tolist() == [12, 13, 22]
     assert pack.lengths_n.tolist() == [2, 1]
-    assert pack.segments.lengths == (4, 3)
+    assert pack.segments.trees == ((3,), (2,))
+
+
+def test_a_prompt_that_samples_share_is_there_once() -> None:
+    samples = [sample((1, 2, 30, 31, 32), 3), sample((7, 8), 1), sample((1, 2, 40, 41), 2)]
+    pack = dataclasses.replace(PACKER, tree_tokens=7).pack(samples)
+    assert pack.tokens_l.tolist() == [1, 2, 30, 31, 40, 7]
+    assert pack.positions_l.tolist() == [0, 1, 2, 3, 2, 0]
+    assert pack.segments.trees == ((2, 2, 1), (1,))
+    assert pack.predictors_t.tolist() == [1, 2, 3, 5, 1, 4]
+    assert pack.targets_t.tolist() == [30, 31, 32, 8, 40, 41]
+
+
+def test_a_tree_has_no_more_tokens_than_allowed() -> None:
+    samples = [sample((1, 2, 30 + i, 40 + i), 2) for i in range(5)]
+    pack = dataclasses.replace(PACKER, tree_tokens=6).pack(samples)
+    assert pack.segments.trees == ((2, 1, 1), (2, 1, 1), (3,))
 
 
 def test_filling_up_to_a_multiple_adds_a_segment_that_nobody_looks_at() -> None:
     pack = dataclasses.replace(PACKER, multiple=8).pack([sample((10, 11, 12, 13), 2), sample((20, 21), 1)])
-    assert pack.segments.lengths == (4, 2, 2)
+    assert pack.segments.trees == ((3,), (1,), (4,))
     assert len(pack.tokens_l) == 8
-    assert pack.predictors_t.max() < 6
+    assert pack.predictors_t.max() < 4
 
 
 def test_log_probs_of_the_engine_come_along_when_every_sample_has_them() -> None:

@@ -92,4 +92,5 @@ def test_two_ranks_take_the_step_of_one(layout: str, alone: Outcome, spread: lis
     exported = spread[0][layout][1]
     assert list(exported) == list(weights)
     for name, weight in weights.items():
-        torch.testing.assert_close(torch.from_numpy(exported[name]), weight, rtol=1e-3, atol=1e-4)
+        # Adam makes a step of full size also of a gradient that is all rounding, so single elements may differ more.
+        assert (torch.from_numpy(exported[name]) - weight).norm() < 1e-4 * weight.norm()

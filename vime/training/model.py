@@ -65,18 +65,19 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
 
 class _Pick(torch.autograd.Function):
-    """Rows by distinct indices; backward copies where ``index_select`` would add row by row."""
+    """Rows by index, perhaps more than once: gradients of the same row are added in float32."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.shape = rows.shape
+        ctx.rows = len(rows)
         return rows.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        return gradient.new_zeros(ctx.shape).index_copy_(0, index, gradient), None
+        total = gradient.new_zeros(ctx.rows, gradient.shape[1], dtype=torch.float32)
+        return total.index_add_(0, index, gradient.float()).to(gradient.dtype), None
 
 
 def _pick(rows: Tensor, index: Tensor) -> Tensor:

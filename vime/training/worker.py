@@ -24,6 +24,7 @@ from vime.platform import current
 from vime.training.build import build_chunks, build_optimizer, build_scheduler, make_rope, precision_fields
 from vime.training.checkpoint import load_megatron, load_weights, save_megatron
 from vime.training.forward import is_last_stage, log_probs_of
+from vime.training.layers.attention import tree_tokens
 from vime.training.loss import Given, LossSettings
 from vime.training.packing import MicroBatch, Packer
 from vime.training.parallel import connect, disconnect
@@ -76,6 +77,7 @@ class TrainWorker:
             dtype=precision_fields(config)["params_dtype"],
             rope=make_rope(self.shape, config),
             multiple=config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1,
+            tree_tokens=tree_tokens(),
         )
         self._learner = Learner(
             chunks=self.chunks,
@@ -102,8 +104,8 @@ class TrainWorker:
                 self._learner.step([next(works) for _ in packed], step)
                 for packed, step in zip(steps, batch.steps, strict=True)
             ]
-        tokens = _sum_over_data_parallel(torch.tensor(float(sum(len(p.tokens_l) for p in packs)), dtype=torch.float64))
-        metrics[-1] |= clock.metrics(float(tokens))
+        tokens = torch.tensor(float(sum(sample.total_length for sample in batch.samples)), dtype=torch.float64)
+        metrics[-1] |= clock.metrics(float(_sum_over_data_parallel(tokens)))
         return TrainResult(steps=tuple(metrics), seconds=clock.seconds)
 
     def export_weights(self) -> Export | None:

@@ -19,12 +19,17 @@ from vime.platform import current
 from vime.training.layers.rope import rotate
 from vime.training.layers.segments import SegmentGroup, Segments
 
-__all__ = ["Attention", "attend"]
+__all__ = ["Attention", "attend", "tree_tokens"]
 
 DIRECT_LENGTH = 256
 """Segments up to this length are attended by plain matrix products. The CPU's flash kernel is made for long
 sequences: its backward takes ten times as long as these products for 64 segments of 34 tokens, and is ahead from some
 hundred on."""
+
+
+def tree_tokens() -> int:
+    """The longest segment in which samples should share a prompt; 0 where the kernel knows no branches."""
+    return 0 if current().segment_kernel else DIRECT_LENGTH
 
 
 class Attention(MegatronModule):  # type: ignore[misc]
@@ -72,9 +77,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, sca
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     groups = segments.groups
     if len(groups) == 1 and groups[0].whole:
-        return _attend_batch(query, key, value, groups[0].length, scale)
+        return _attend_group(query, key, value, groups[0], scale)
     batches = zip(groups, *(_gather(x, groups) for x in (query, key, value)), strict=True)
-    return _scatter(groups, [_attend_batch(q, k, v, group.length, scale) for group, q, k, v in batches])
+    return _scatter(groups, [_attend_group(q, k, v, group, scale) for group, q, k, v in batches])
 
 
 def _gather(x: Tensor, groups: tuple[SegmentGroup, ...]) -> tuple[Tensor, ...]:
@@ -126,24 +131,28 @@ def _cells_of(group: SegmentGroup, tokens: Tensor) -> Tensor:
     return cells.index_copy_(0, group.filled, tokens.index_select(0, group.tokens))
 
 
-def _attend_batch(query: Tensor, key: Tensor, value: Tensor, length: int, scale: float) -> Tensor:
+def _attend_group(query: Tensor, key: Tensor, value: Tensor, group: SegmentGroup, scale: float) -> Tensor:
     """[N·L, H, D], [N·L, G, D], [N·L, G, D] → [N·L, H, D]."""
-    if length <= DIRECT_LENGTH:
-        return _direct(query, key, value, length, scale)
-    q, k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    if group.length <= DIRECT_LENGTH:
+        return _direct(query, key, value, group, scale)
+    q, k, v = (x.view(-1, group.length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+    seen = None if group.hidden is None else ~group.hidden[:, None]
+    shared = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale, enable_gqa=shared)
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _direct(query: Tensor, key: Tensor, value: Tensor, length: int, scale: float) -> Tensor:
+def _direct(query: Tensor, key: Tensor, value: Tensor, group: SegmentGroup, scale: float) -> Tensor:
     """Softmax of the whole L·L scores of each head, in float32. The heads of a group share their keys as more rows."""
+    length = group.length
     heads, groups = query.shape[1], key.shape[1]
     rows = heads // groups * length
     q_nghld = query.view(-1, length, groups, heads // groups, query.shape[-1]).permute(0, 2, 3, 1, 4)
     q = q_nghld.reshape(-1, rows, query.shape[-1])
     k, v = (x.view(-1, length, groups, x.shape[-1]).transpose(1, 2).flatten(0, 1) for x in (key, value))
-    scores = torch.bmm(q, k.transpose(1, 2)).float().view(-1, heads // groups, length, length) * scale
-    weights = (scores + _causal(length, query.device)).softmax(-1).to(v.dtype)
+    scores = torch.bmm(q, k.transpose(1, 2)).float().view(-1, groups, heads // groups, length, length) * scale
+    hidden = _later(length, query.device) if group.hidden is None else group.hidden[:, None, None]
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(v.dtype)
     out = torch.bmm(weights.view(-1, rows, length), v)
     return (
         out.view(-1, groups, heads // groups, length, v.shape[-1])
@@ -153,9 +162,9 @@ def _direct(query: Tensor, key: Tensor, value: Tensor, length: int, scale: float
 
 
 @functools.lru_cache(maxsize=64)
-def _causal(length: int, device: torch.device) -> Tensor:
-    """0 where a row may look, -inf where it may not; float32 [L, L]."""
-    return torch.full((length, length), float("-inf"), device=device).triu(1)
+def _later(length: int, device: torch.device) -> Tensor:
+    """What comes after each row, bool [L, L]."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
