@@ -53,9 +53,9 @@ class Side:
             raise self._died() from None
         return self._answer()
 
-    def seconds(self) -> float:
+    def seconds(self, **request: Any) -> float:
         """Has the side do its work once; returns how long that took by its own clock."""
-        return float(self.ask()["seconds"])
+        return float(self.ask(**request)["seconds"])
 
     def close(self, timeout_s: float = 60) -> None:
         """Ends the side: politely first, by a signal after ``timeout_s``."""

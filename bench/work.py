@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
 import random
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class TrainingWork:
     samples: int
     prompt: int  # tokens
     response: int  # tokens
+    group: int = 8  # samples that share a prompt
 
     @property
     def length(self) -> int:
@@ -63,14 +65,23 @@ class TrainingWork:
     def token_ids(self) -> list[list[int]]:
         """[samples][length], the same in every process."""
         numbers = random.Random(0)
-        return [[numbers.randrange(VOCABULARY) for _ in range(self.length)] for _ in range(self.samples)]
+
+        def some(count: int) -> list[int]:
+            return [numbers.randrange(VOCABULARY) for _ in range(count)]
+
+        prompts = [some(self.prompt) for _ in range(self.samples // self.group)]
+        return [prompts[i // self.group] + some(self.response) for i in range(self.samples)]
 
     def advantages(self) -> list[float]:
         """One a sample, as GRPO makes them from groups that are half right."""
         return [1.0 if i % 2 else -1.0 for i in range(self.samples)]
 
     def to_json(self) -> dict[str, Any]:
-        return {"samples": self.samples, "prompt": self.prompt, "response": self.response, "tokens": self.tokens}
+        return dataclasses.asdict(self) | {"tokens": self.tokens}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> TrainingWork:
+        return cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls)})
 
 
 def need_model() -> None:
@@ -91,9 +102,3 @@ def start_side(module: str, folder: Path, *arguments: str, python: str = sys.exe
     environment = {"OMP_NUM_THREADS": str(threads()), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     name = module.removeprefix("bench.").replace(".", "_")
     return Side([python, "-m", module, *arguments], folder / f"{name}.log", environment)
-
-
-def parse_work(text: str) -> TrainingWork:
-    """The inverse of ``json.dumps(work.to_json())``."""
-    fields = json.loads(text)
-    return TrainingWork(samples=fields["samples"], prompt=fields["prompt"], response=fields["response"])

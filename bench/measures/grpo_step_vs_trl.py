@@ -53,5 +53,5 @@ def _compared(sides: Mapping[str, Side]) -> dict[str, Any]:
     spreads = by_turns({name: side.seconds for name, side in sides.items()}, turns=PAIRS, warm_ups=WARM_UPS)
     faster = min(MODES, key=lambda mode: spreads[mode].median)
     result = Comparison(spreads["vime"], spreads[faster]).to_json(ours="vime", theirs="trl", unit="s")
-    modes = {mode: spreads[mode].to_json() for mode in MODES}
-    return result | {"trl_mode": faster, "trl_modes": modes, "last_vime_step": sides["vime"].last}
+    others = {mode: spreads[mode].to_json() for mode in MODES if mode != faster}
+    return result | {"trl_mode": faster, "other_modes": others, "last_vime_step": sides["vime"].last}

@@ -7,18 +7,19 @@ precision, and the faster one is what vime is compared with.
 
 from __future__ import annotations
 
-import json
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from bench.sides import Side
-from bench.stats import Comparison, by_turns
+from bench.stats import Comparison, Spread, by_turns
 from bench.work import TrainingWork, need_model, start_side
 
 DEMO = TrainingWork(samples=64, prompt=24, response=8)  # the demo's samples, filled up to 2,048 tokens
+DISTINCT = TrainingWork(samples=64, prompt=24, response=8, group=1)
 LONG = TrainingWork(samples=8, prompt=128, response=128)
 MODES = ("autocast", "copy")
 PAIRS = 4
@@ -27,30 +28,40 @@ TOLERANCE = 0.05  # relative difference of the first gradient norms: two bf16 co
 
 def measure(folder: Path) -> dict[str, Any]:
     need_model()
-    return compare(DEMO, folder) | {"long_responses": compare(LONG, folder)}
-
-
-def compare(work: TrainingWork, folder: Path) -> dict[str, Any]:
-    """Three sides by turns; the faster transformers side counts."""
-    text = json.dumps(work.to_json())
     with ExitStack() as stack:
-        sides = {"vime": stack.enter_context(start_side("bench.training.vime_side", folder, text))}
+        sides = {"vime": stack.enter_context(start_side("bench.training.vime_side", folder))}
         for mode in MODES:
-            sides[mode] = stack.enter_context(start_side("bench.training.transformers_side", folder, text, mode))
-        return _compared(work, sides) | {"work": work.to_json()}
+            sides[mode] = stack.enter_context(start_side("bench.training.transformers_side", folder, mode))
+        for side in sides.values():
+            side.ready()
+        result = compare(DEMO, sides, MODES)
+        faster = (result["transformers_mode"],)
+        return result | {
+            "distinct_prompts": compare(DISTINCT, sides, faster),
+            "long_responses": compare(LONG, sides, faster),
+        }
 
 
-def _compared(work: TrainingWork, sides: Mapping[str, Side]) -> dict[str, Any]:
-    for side in sides.values():
-        side.ready()
-    norms = {name: float(side.ask()["grad_norm"]) for name, side in sides.items()}  # the warm-up
+def compare(work: TrainingWork, sides: Mapping[str, Side], modes: Sequence[str]) -> dict[str, Any]:
+    """vime and transformers in these modes by turns; the fastest mode counts."""
+    request = work.to_json()
+    taking_part = {name: sides[name] for name in ("vime", *modes)}
+    norms = {name: float(side.ask(**request)["grad_norm"]) for name, side in taking_part.items()}  # the warm-up
     check_same_work(norms)
-    speed = {name: (lambda side=side: work.tokens / side.seconds()) for name, side in sides.items()}
-    spreads = by_turns(speed, turns=PAIRS)
-    faster = max(MODES, key=lambda mode: spreads[mode].median)
-    result = Comparison(spreads["vime"], spreads[faster]).to_json(ours="vime", theirs="transformers", unit="tokens/s")
-    modes = {mode: spreads[mode].to_json() for mode in MODES}
-    return result | {"transformers_mode": faster, "transformers_modes": modes, "first_grad_norms": norms}
+    speeds = {name: functools.partial(_tokens_per_s, side, work) for name, side in taking_part.items()}
+    spreads = by_turns(speeds, turns=PAIRS)
+    return _result(spreads, modes) | {"first_grad_norms": norms, "work": request}
+
+
+def _tokens_per_s(side: Side, work: TrainingWork) -> float:
+    return work.tokens / side.seconds(**work.to_json())
+
+
+def _result(spreads: Mapping[str, Spread], modes: Sequence[str]) -> dict[str, Any]:
+    fastest = max(modes, key=lambda mode: spreads[mode].median)
+    result = Comparison(spreads["vime"], spreads[fastest]).to_json(ours="vime", theirs="transformers", unit="tokens/s")
+    others = {mode: spreads[mode].to_json() for mode in modes if mode != fastest}
+    return result | {"transformers_mode": fastest, "other_modes": others}
 
 
 def check_same_work(norms: Mapping[str, float]) -> None:

@@ -1,6 +1,6 @@
 """GRPO steps with transformers and torch alone, as one would write them by hand. One step a request.
 
-    python -m bench.training.transformers_side WORK MODE
+    python -m bench.training.transformers_side MODE
 
 bf16 compute and fp32 master weights, in the two usual ways; the measure takes the faster one:
 * ``autocast``: fp32 parameters, products in bf16 under torch.autocast;
@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from bench.protocol import SideChannel
-from bench.work import ADAM_BETAS, CLIP_GRAD, CLIP_HIGH, CLIP_LOW, LEARNING_RATE, MODEL, TrainingWork, parse_work
+from bench.work import ADAM_BETAS, CLIP_GRAD, CLIP_HIGH, CLIP_LOW, LEARNING_RATE, MODEL, TrainingWork
 
 
 class Autocast:
@@ -109,10 +109,11 @@ def step(side: Autocast | MasterCopy, work: TrainingWork) -> float:
 
 
 def main() -> None:
-    work, side = parse_work(sys.argv[1]), MODES[sys.argv[2]]()
+    side = MODES[sys.argv[1]]()
     channel = SideChannel()
     channel.reply(ready=True)
-    for _ in channel.requests():
+    for request in channel.requests():
+        work = TrainingWork.from_json(request)
         begin = time.perf_counter()
         norm = step(side, work)
         channel.reply(seconds=time.perf_counter() - begin, grad_norm=norm)

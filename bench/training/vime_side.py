@@ -1,6 +1,6 @@
 """GRPO steps with vime's training worker, in one process without Ray. One step a request.
 
-    python -m bench.training.vime_side WORK
+    python -m bench.training.vime_side
 
 The time is that of ``TrainWorker.train``: packing, advantages, forward and backward passes, metrics, the update.
 """
@@ -8,11 +8,10 @@ The time is that of ``TrainWorker.train``: packing, advantages, forward and back
 from __future__ import annotations
 
 import socket
-import sys
 import time
 
 from bench.protocol import SideChannel
-from bench.work import DEMO_FLAGS, MICRO_BATCH_TOKENS, TrainingWork, parse_work
+from bench.work import DEMO_FLAGS, MICRO_BATCH_TOKENS, TrainingWork
 from vime.config import Config, parse_config
 from vime.data.batching import make_train_batches
 from vime.training.worker import TrainWorker
@@ -34,7 +33,7 @@ def make_batch(work: TrainingWork) -> TrainBatch:
     samples = tuple(
         TrainSample(
             index=index,
-            group_index=index // 8,
+            group_index=index // work.group,
             tokens=tuple(tokens),
             response_length=work.response,
             loss_mask=(1,) * work.response,
@@ -59,17 +58,17 @@ def make_batch(work: TrainingWork) -> TrainBatch:
 
 
 def main() -> None:
-    work = parse_work(sys.argv[1])
-    sizes = ("--rollout-batch-size", str(work.samples // 8), "--global-batch-size", str(work.samples))
     channel = SideChannel()
-    worker = make_worker(parse_config([*DEMO_FLAGS, "--num-rollout", "1000", *sizes]))
-    batch = make_batch(work)
-    channel.reply(ready=True, micro_batches=len(batch.steps[0].micro_batches))
-    for _ in channel.requests():
+    worker = make_worker(parse_config([*DEMO_FLAGS, "--num-rollout", "1000"]))
+    channel.reply(ready=True)
+    for request in channel.requests():
+        batch = make_batch(TrainingWork.from_json(request))
         begin = time.perf_counter()
         result = worker.train(batch)
         channel.reply(
-            seconds=time.perf_counter() - begin, grad_norm=result.steps[0]["train/grad_norm"], phases=result.seconds
+            seconds=time.perf_counter() - begin,
+            grad_norm=result.steps[0]["train/grad_norm"],
+            micro_batches=len(batch.steps[0].micro_batches),
         )
     worker.stop()
 

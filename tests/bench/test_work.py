@@ -1,14 +1,13 @@
 """The work that both sides do."""
 
-import json
 import shlex
 from pathlib import Path
 
 import pytest
 
 from bench.measures.overhead_share import KEY, STEPS, summarize
-from bench.measures.train_ratio import DEMO, LONG, check_same_work
-from bench.work import DEMO_FLAGS, LEARNING_RATE, MICRO_BATCH_TOKENS, parse_work
+from bench.measures.train_ratio import DEMO, DISTINCT, LONG, check_same_work
+from bench.work import DEMO_FLAGS, LEARNING_RATE, MICRO_BATCH_TOKENS, TrainingWork
 from vime.config import parse_config
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "run-smollm2-135M-cpu.sh"
@@ -32,18 +31,26 @@ def test_vime_accepts_the_flags() -> None:
     assert config.optimizer.lr == LEARNING_RATE
 
 
-@pytest.mark.parametrize("work", [DEMO, LONG])
-def test_a_step_trains_on_2048_tokens_in_full_micro_batches(work) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("work", [DEMO, DISTINCT, LONG])
+def test_a_step_trains_on_2048_tokens_in_full_micro_batches(work: TrainingWork) -> None:
     assert work.tokens == 2048
     assert work.micro_batch * work.length == MICRO_BATCH_TOKENS
     assert work.samples % work.micro_batch == 0
 
 
 def test_both_sides_make_the_same_samples() -> None:
-    again = parse_work(json.dumps(DEMO.to_json()))
+    again = TrainingWork.from_json(DEMO.to_json())
     assert again.token_ids() == DEMO.token_ids()
     assert {len(tokens) for tokens in again.token_ids()} == {DEMO.length}
     assert sum(again.advantages()) == 0
+
+
+def test_the_samples_of_a_group_share_their_prompt_and_nothing_else() -> None:
+    def different(work: TrainingWork, begin: int, end: int) -> int:
+        return len({tuple(tokens[begin:end]) for tokens in work.token_ids()})
+
+    assert (different(DEMO, 0, DEMO.prompt), different(DEMO, DEMO.prompt, DEMO.length)) == (8, 64)
+    assert different(DISTINCT, 0, DISTINCT.prompt) == 64
 
 
 def test_sides_that_compute_different_gradients_are_not_compared() -> None:
