@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+from vime.platform import current
 from vime.training import logprobs
 from vime.training.logprobs import TokenLogProbs, Vocabulary, token_log_probs
 
@@ -58,7 +61,8 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = token_log_probs(hidden, weight, targets, Vocabulary(0, VOCABULARY))
     expected = [*whole, *gradients(whole, hidden, weight)]
     monkeypatch.setattr(logprobs, "LOGIT_ELEMENTS", 4 * VOCABULARY)  # three blocks, the last of three tokens
-    monkeypatch.setattr(logprobs, "SOFTMAX_ELEMENTS", 3 * VOCABULARY)
+    small = dataclasses.replace(current(), slice_elements=3 * VOCABULARY)
+    monkeypatch.setattr(logprobs, "current", lambda: small)
     blocks = token_log_probs(hidden, weight, targets, Vocabulary(0, VOCABULARY))
     for found, wanted in zip([*blocks, *gradients(blocks, hidden, weight)], expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)

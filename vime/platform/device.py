@@ -21,7 +21,7 @@ class Platform:
     name: str  # "cpu" or "cuda"
     backend: str  # of torch.distributed
     segment_kernel: bool  # there is a fused attention kernel for packed segments (flash attention)
-    fp32_matmul_output: bool  # a 16-bit matrix product can write its fp32 accumulator
+    slice_elements: int  # float32 elements to work on at a time: few enough for a cache, enough to fill the device
 
     def device(self, local_rank: int = 0) -> torch.device:
         """The device of the process with this rank on its machine."""
@@ -74,8 +74,8 @@ class Platform:
             apply_patches()
 
 
-CPU = Platform(name="cpu", backend="gloo", segment_kernel=False, fp32_matmul_output=False)
-CUDA = Platform(name="cuda", backend="cpu:gloo,cuda:nccl", segment_kernel=True, fp32_matmul_output=True)
+CPU = Platform(name="cpu", backend="gloo", segment_kernel=False, slice_elements=1 << 20)
+CUDA = Platform(name="cuda", backend="cpu:gloo,cuda:nccl", segment_kernel=True, slice_elements=1 << 26)
 
 
 @functools.cache

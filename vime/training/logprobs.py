@@ -18,10 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["TokenLogProbs", "Vocabulary", "token_log_probs"]
+from vime.platform import current
 
-SOFTMAX_ELEMENTS = 1 << 22
-"""Elements of one fp32 slice: 16 MiB, so that the passes of the softmax find it in a cache."""
+__all__ = ["TokenLogProbs", "Vocabulary", "token_log_probs"]
 
 LOGIT_ELEMENTS = 1 << 28
 """Logits are kept for the backward pass up to this many elements (512 MiB in bf16). Beyond it they are computed block
@@ -88,11 +87,12 @@ class _Head(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         log_probs, entropy, log_sums = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         blocks = _blocks(len(hidden), vocabulary.size, LOGIT_ELEMENTS)
+        scratch = _Scratch(len(hidden), vocabulary.size, hidden.device)
         logits = None
         for block in blocks:
             logits = hidden[block] @ weight[: vocabulary.size].t()
-            for part, here in _parts(block, vocabulary.size):
-                found = _statistics(_scores(logits[part], scale), targets[here], vocabulary)
+            for part, here in scratch.parts(block):
+                found = _statistics(scratch.scores(logits[part], scale), scratch.second, targets[here], vocabulary)
                 log_probs[here], entropy[here], log_sums[here] = found
         ctx.save_for_backward(hidden, weight, targets, entropy, log_sums)
         ctx.vocabulary, ctx.scale, ctx.blocks = vocabulary, scale, blocks
@@ -105,19 +105,22 @@ class _Head(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, weight, targets, entropy, log_sums = ctx.saved_tensors
         rows = weight[: ctx.vocabulary.size]
+        scratch = _Scratch(len(hidden), ctx.vocabulary.size, hidden.device)
         d_hidden = torch.empty_like(hidden)
         d_rows = None
         for block in ctx.blocks:
             logits, ctx.kept_logits = ctx.kept_logits, None  # it is overwritten; a second backward computes it again
             logits = hidden[block] @ rows.t() if logits is None else logits
-            for part, here in _parts(block, ctx.vocabulary.size):
-                scores = _scores(logits[part], ctx.scale).sub_(log_sums[here, None])
+            for part, here in scratch.parts(block):
+                scores = scratch.scores(logits[part], ctx.scale).sub_(log_sums[here, None])
                 gradients = (None if g is None else g[here] * ctx.scale for g in (d_log_probs, d_entropy))
                 logits[part] = _gradient(scores, targets[here], entropy[here], ctx.vocabulary, *gradients)
             torch.mm(logits, rows, out=d_hidden[block])
             d_rows = _added(d_rows, logits.t() @ hidden[block])
         assert d_rows is not None, "a micro-batch has at least one response token"
-        d_weight = F.pad(d_rows.to(weight.dtype), (0, 0, 0, len(weight) - len(rows)))
+        d_weight = d_rows.to(weight.dtype)
+        if len(rows) < len(weight):
+            d_weight = F.pad(d_weight, (0, 0, 0, len(weight) - len(rows)))
         return d_hidden, d_weight, None, None, None
 
 
@@ -127,25 +130,36 @@ def _blocks(tokens: int, width: int, elements: int) -> list[slice]:
     return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]
 
 
-def _parts(block: slice, width: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of a block that are small enough for float32: inside the block, and in the whole."""
-    for part in _blocks(block.stop - block.start, width, SOFTMAX_ELEMENTS):
-        yield part, slice(block.start + part.start, block.start + part.stop)
+class _Scratch:
+    """Two float32 buffers for a slice of logits, used again for every slice: fresh memory of that size costs more than
+    what is computed in it."""
+
+    def __init__(self, tokens: int, width: int, device: torch.device) -> None:
+        self._width, self._elements = width, current().slice_elements
+        shape = (min(max(self._elements // width, 1), tokens), width)
+        self._first, self.second = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+
+    def parts(self, block: slice) -> Iterator[tuple[slice, slice]]:
+        """Slices of a block that fit: inside the block, and in the whole."""
+        for part in _blocks(block.stop - block.start, self._width, self._elements):
+            yield part, slice(block.start + part.start, block.start + part.stop)
+
+    def scores(self, logits: Tensor, scale: float) -> Tensor:
+        """The logits times ``scale``, in the first buffer."""
+        return self._first[: len(logits)].copy_(logits).mul_(scale)
 
 
-def _scores(logits: Tensor, scale: float) -> Tensor:
-    """A float32 copy, also of float32: it will be overwritten."""
-    return logits.to(torch.float32, copy=True).mul_(scale)
-
-
-def _statistics(scores: Tensor, targets: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of the targets, entropy, and logarithm of the softmax's denominator; overwrites the scores."""
+def _statistics(
+    scores: Tensor, buffer: Tensor, targets: Tensor, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the targets, entropy, and logarithm of the softmax's denominator; overwrites both buffers."""
     peak = vocabulary.max(scores.amax(-1))
     scores.sub_(peak[:, None])
     column, mine = _columns(targets, vocabulary)
     chosen = scores.gather(1, column).squeeze(1).masked_fill_(~mine, 0.0)
-    weights = scores.exp()
-    sums = torch.stack((chosen, weights.sum(-1), torch.linalg.vecdot(weights, scores)))
+    weights = torch.exp(scores, out=buffer[: len(scores)])
+    denominator = weights.sum(-1)
+    sums = torch.stack((chosen, denominator, weights.mul_(scores).sum(-1)))
     chosen, total, weighted = vocabulary.sum(sums)
     log_total = total.log()
     return chosen - log_total, log_total - weighted / total, log_total + peak

@@ -27,6 +27,7 @@ class Question:
     predictors_t: Tensor  # int64, positions in the pack
     targets_t: Tensor  # int64, token ids
     temperature: float
+    entropy_gradient: bool  # whether the entropy is part of the loss; it costs a pass over the logits
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
@@ -48,10 +49,10 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
         hidden_th = _pick(hidden_states.squeeze(1), labels.predictors_t)
         weight = self.output_weight()
-        answer = token_log_probs(
+        log_probs, entropy = token_log_probs(
             hidden_th, weight, labels.targets_t, self._vocabulary(len(weight)), temperature=labels.temperature
         )
-        return torch.stack(answer)
+        return torch.stack((log_probs, entropy if labels.entropy_gradient else entropy.detach()))
 
     def output_weight(self) -> Tensor:
         """The rows of the output layer on this rank, [V, H]; those of the embedding when the two are tied."""
@@ -85,9 +86,9 @@ def _pick(rows: Tensor, index: Tensor) -> Tensor:
     return picked
 
 
-def run(chunk: Any, batch: MicroBatch, temperature: float) -> Tensor:
+def run(chunk: Any, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False) -> Tensor:
     """The forward pass of one (wrapped) model chunk; on the last stage split the answer by ``answer_of``."""
-    question = Question(batch.predictors_t, batch.targets_t, temperature)
+    question = Question(batch.predictors_t, batch.targets_t, temperature, entropy_gradient)
     output: Tensor = chunk(
         batch.tokens_l[None], batch.positions_l[None], None, labels=question, packed_seq_params=batch.segments
     )

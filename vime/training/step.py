@@ -74,7 +74,8 @@ class Learner:
                 value, partial = policy_objective(answer_of(output), batch, given, mean, self.settings)
                 return value * (micro_batches * ranks), one, partial
 
-            return run(chunk, batch, self.temperature), loss
+            output = run(chunk, batch, self.temperature, entropy_gradient=self.settings.entropy_coef != 0)
+            return output, loss
 
         return forward
 

@@ -72,12 +72,13 @@ class TrainWorker:
         self.chunks = build_chunks(self.shape, config)
         self._weight_sets = WeightSets(self.chunks)
         resume = self._load_all()
+        rope = make_rope(self.shape, config)
         self._packer = Packer(
             device=self._device,
             dtype=precision_fields(config)["params_dtype"],
-            rope=make_rope(self.shape, config),
+            rope=rope,
             multiple=config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1,
-            tree_tokens=tree_tokens(),
+            tree_tokens=0 if rope is None else tree_tokens(),  # only our attention knows branches
         )
         self._learner = Learner(
             chunks=self.chunks,

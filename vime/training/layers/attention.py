@@ -21,15 +21,19 @@ from vime.training.layers.segments import SegmentGroup, Segments
 
 __all__ = ["Attention", "attend", "tree_tokens"]
 
-DIRECT_LENGTH = 256
+DIRECT_LENGTH = 384
 """Segments up to this length are attended by plain matrix products. The CPU's flash kernel is made for long
-sequences: its backward takes ten times as long as these products for 64 segments of 34 tokens, and is ahead from some
-hundred on."""
+sequences: forward and backward of 64 segments of 34 tokens take it six times as long as these products, and at 384
+tokens the two are equal."""
+
+TREE_TOKENS = 512
+"""Samples share a prompt in segments of up to this length. Longer ones cost more in scores that are masked out than the
+shared tokens save."""
 
 
 def tree_tokens() -> int:
     """The longest segment in which samples should share a prompt; 0 where the kernel knows no branches."""
-    return 0 if current().segment_kernel else DIRECT_LENGTH
+    return 0 if current().segment_kernel else TREE_TOKENS
 
 
 class Attention(MegatronModule):  # type: ignore[misc]
