@@ -23,6 +23,7 @@ import time
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.5  # how late the death of the parent may be noticed
+TRACKER_S = 2.0
 WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
 
@@ -61,14 +62,26 @@ def _reap() -> list[tuple[int, int]]:
 
 
 def _end_all() -> None:
-    """Kills children until there are none: killing one makes its own children ours."""
-    while children := _children():
-        for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in children:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+    """Kills all processes below, then waits for Python's resource trackers among them.
+
+    A tracker ends by itself after the last process that it serves, and removes what that one left in /dev/shm.
+    """
+    while doomed := [pid for pid in _children() if not _is_tracker(pid)]:
+        _kill(doomed)  # which makes their children ours
+    deadline = time.monotonic() + TRACKER_S
+    while _children() and time.monotonic() < deadline:
+        _reap()
+        time.sleep(0.01)
+    _kill(_children())
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
 
 
 def _children() -> list[int]:
@@ -77,17 +90,33 @@ def _children() -> list[int]:
 
 
 def _parent_of(pid: str) -> str:
+    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()  # the name before may hold anything
+    return fields[1].decode() if fields else ""
+
+
+def _read(path: str) -> bytes:
+    """The file, or nothing if its process has ended."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stream:
-            return stream.read().rpartition(")")[2].split()[1]  # the name before may hold anything
+        with open(path, "rb") as stream:
+            return stream.read()
     except OSError:
-        return ""
+        return b""
+
+
+def _is_tracker(pid: int) -> bool:
+    return b"multiprocessing.resource_tracker" in _read(f"/proc/{pid}/cmdline")
 
 
 def _prepare_child() -> None:
     """In the command's process: dies with the guard, takes signals again."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+
+
+def die_with_parent() -> None:
+    """Has the kernel kill this process when the thread that started it ends. A guard cannot do its work if it is killed
+    itself; what it watches then still ends, if each process below asks for this."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -15,7 +15,8 @@ from vime.errors import UserError
 GUARD = Path(__file__).with_name("guard.py")
 GRACE_S = 5.0  # from SIGTERM to SIGKILL; a server of ours has nothing to save
 LAST_WORDS = 15  # lines of the log that a message shows
-CAUSES = ("Error:", "error:", "Exception:", "CANCELLED", "Killed")
+CAUSE_CHARACTERS = 400
+CAUSES = ("Error:", "error:", "Exception:", "Value error,")  # the last one is pydantic's, and follows the others
 
 
 class ServerProcess:
@@ -57,7 +58,7 @@ class ServerProcess:
     def cause(self) -> str:
         """The last line of the log that looks like an error."""
         lines = [line.strip() for line in self._lines() if any(word in line for word in CAUSES)]
-        return lines[-1] if lines else "no error in its log"
+        return lines[-1][:CAUSE_CHARACTERS] if lines else "no error in its log"
 
     def tail(self) -> str:
         return "\n".join(self._lines()[-LAST_WORDS:])

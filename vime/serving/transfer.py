@@ -28,6 +28,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from vime.serving.guard import die_with_parent
 from vime.weights.expected import ExpectedWeights
 from vime.weights.plan import PlanMismatch, WeightPlan
 from vime.weights.shm import open_shared, view
@@ -189,7 +190,7 @@ def readings(model: nn.Module, sent: dict[str, Tensor], seed: int) -> Iterator[R
         for leaf, parameter in module.named_parameters(recurse=False):
             sources = _sources(f"{path}.{leaf}", packed, sent)
             if parameter.dim() == 1 and parameter.numel() and sources:
-                yield f"{path}.{leaf}", sources, parameter.data, torch.cat([sent[name] for name in sources])
+                yield f"{path}.{leaf}", sources, parameter.data.cpu(), torch.cat([sent[name] for name in sources])
         if _multiplies(module):
             sources = _sources(f"{path}.weight", packed, sent)
             if sources:
@@ -228,5 +229,6 @@ class VimeWorkerExtension:
     """Mixed into vLLM's worker class; it is here for the import of this module."""
 
 
+die_with_parent()  # vLLM's engine core would live on without its API server
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, VimeTransferEngine)
