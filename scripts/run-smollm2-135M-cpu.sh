@@ -41,7 +41,7 @@ GRPO_ARGS=(
 )
 PERF_ARGS=(
    --use-dynamic-batch-size
-   --max-tokens-per-gpu 1024
+   --max-tokens-per-gpu 4096
 )
 OPTIMIZER_ARGS=(
    --optimizer adam

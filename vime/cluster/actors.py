@@ -79,6 +79,16 @@ class EngineActor:
 
 
 def environment(threads: int, extra: dict[str, Any] | None = None) -> dict[str, str]:
-    """The environment of an actor. Ray sets one compute thread unless told otherwise."""
-    variables = {"OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": 1, "TOKENIZERS_PARALLELISM": "false", **(extra or {})}
+    """The environment of an actor. Ray sets one compute thread unless told otherwise.
+
+    Compute threads sleep while they wait: trainer and engine share cores, and threads that spin would take them away
+    from whoever has work.
+    """
+    variables = {
+        "OMP_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": 1,
+        "TOKENIZERS_PARALLELISM": "false",
+        **(extra or {}),
+    }
     return {name: str(value) for name, value in variables.items()}
