@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.measures.overhead_share import KEY, STEPS, summarize
+from bench.measures.overhead_share import STEPS, summarize
 from bench.measures.train_ratio import DEMO, DISTINCT, LONG, check_same_work
 from bench.work import DEMO_FLAGS, LEARNING_RATE, MICRO_BATCH_TOKENS, TrainingWork
 from vime.config import parse_config
@@ -61,12 +61,27 @@ def test_sides_that_compute_different_gradients_are_not_compared() -> None:
         check_same_work({"a": 1.0, "b": float("nan")})
 
 
-def test_the_overhead_is_the_median_over_the_steps_of_a_run() -> None:
-    rows = [{KEY: share, "perf/step_time": 2.0, "perf/phase_time/train": 1.0} for share in (0.01,) * 5 + (0.5,) * 3]
-    found = summarize(rows)
-    assert (found["value"], found["share"]["max"], found["phases_s"]["train"]["median"]) == (0.01, 0.5, 1.0)
+STEP_ROW = {
+    "perf/step_time": 10.0,
+    "perf/overhead_share": 0.0,
+    "perf/rollout_time": 3.0,
+    "perf/actor_pack_time": 0.5,
+    "perf/actor_train_time": 5.0,
+    "perf/actor_train_tokens_per_s": 400.0,
+    "perf/phase_time/generate": 3.2,
+    "perf/phase_time/train": 5.8,
+    "perf/phase_time/sync": 1.0,
+}
+
+
+def test_what_a_phase_does_beside_its_work_is_overhead() -> None:
+    """10 s, of which sampling took 3, the trainer 0.5 + 5 and the sync 1: a twentieth is left."""
+    found = summarize([STEP_ROW] * STEPS)
+    assert found["value"] == pytest.approx(0.05)
+    assert found["share_by_the_run"]["median"] == 0
+    assert found["phases_s"]["perf/phase_time/train"]["median"] == 5.8
 
 
 def test_a_run_that_ended_early_has_no_overhead() -> None:
     with pytest.raises(RuntimeError, match=f"3 rows .* not {STEPS}"):
-        summarize([{KEY: 0.01}] * 3)
+        summarize([STEP_ROW] * 3)
