@@ -17,7 +17,7 @@ from bench.sides import Side
 MODEL = Path("models/SmolLM2-135M-Instruct")
 TASK = Path("data/arithmetic")
 VOCABULARY = 49152
-MICRO_BATCH_TOKENS = 1024
+MICRO_BATCH_TOKENS = 4096
 LEARNING_RATE = 2e-5
 ADAM_BETAS = (0.9, 0.98)
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
@@ -41,7 +41,7 @@ DEMO_FLAGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingWork:
-    """Samples of equal length, so that no side pads; a micro-batch has ``MICRO_BATCH_TOKENS``."""
+    """Samples of equal length, so that no side pads; a micro-batch has ``MICRO_BATCH_TOKENS`` at most."""
 
     samples: int
     prompt: int  # tokens
@@ -60,7 +60,7 @@ class TrainingWork:
     @property
     def micro_batch(self) -> int:
         """Samples of one forward pass."""
-        return MICRO_BATCH_TOKENS // self.length
+        return min(self.samples, MICRO_BATCH_TOKENS // self.length)
 
     def token_ids(self) -> list[list[int]]:
         """[samples][length], the same in every process."""

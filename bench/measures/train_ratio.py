@@ -1,6 +1,6 @@
 """train_ratio: training tokens/s of vime ÷ those of transformers on the same samples.
 
-Both sides make one GRPO step a turn: bf16 compute, fp32 master weights, micro-batches of 1,024 tokens, no padding.
+Both sides make one GRPO step a turn: bf16 compute, fp32 master weights, the same micro-batches, no padding.
 Their gradient norms are compared in the first step, so it is the same work. transformers runs in two modes of
 precision, and the faster one is what vime is compared with.
 """

@@ -32,9 +32,9 @@ def test_vime_accepts_the_flags() -> None:
 
 
 @pytest.mark.parametrize("work", [DEMO, DISTINCT, LONG])
-def test_a_step_trains_on_2048_tokens_in_full_micro_batches(work: TrainingWork) -> None:
+def test_a_step_trains_on_2048_tokens_in_equal_micro_batches(work: TrainingWork) -> None:
     assert work.tokens == 2048
-    assert work.micro_batch * work.length == MICRO_BATCH_TOKENS
+    assert work.micro_batch * work.length <= MICRO_BATCH_TOKENS
     assert work.samples % work.micro_batch == 0
 
 
