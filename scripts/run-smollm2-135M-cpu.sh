@@ -23,7 +23,7 @@ ROLLOUT_ARGS=(
    --apply-chat-template
    --rollout-shuffle
    --rm-type last_number
-   --num-rollout 16
+   --num-rollout 24
    --rollout-batch-size 8
    --n-samples-per-prompt 8
    --rollout-max-response-len 8
@@ -31,7 +31,7 @@ ROLLOUT_ARGS=(
    --global-batch-size 64
 )
 EVAL_ARGS=(
-   --eval-interval 16
+   --eval-interval 24
    --eval-config scripts/eval-arithmetic.yaml
 )
 GRPO_ARGS=(
@@ -45,7 +45,7 @@ PERF_ARGS=(
 )
 OPTIMIZER_ARGS=(
    --optimizer adam
-   --lr 2e-5
+   --lr 3e-5
    --lr-decay-style constant
    --weight-decay 0.0
    --adam-beta1 0.9

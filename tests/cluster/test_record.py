@@ -38,7 +38,8 @@ def config_with(tmp_path):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"input": "1 + 1", "label": "2"}\n')
     flags = f"--hf-checkpoint {model} --prompt-data {prompts} --label-key label --rm-type last_number --num-rollout 3"
-    flags += " --rollout-batch-size 1 --n-samples-per-prompt 2 --rollout-max-response-len 8 --colocate --actor-num-gpus-per-node 1"
+    flags += " --rollout-batch-size 1 --n-samples-per-prompt 2 --rollout-max-response-len 8"
+    flags += " --colocate --actor-num-gpus-per-node 1"
     base = parse_config(flags.split())
 
     def make(save: str | None) -> Config:

@@ -55,7 +55,13 @@ class Job:
         router = urlsplit(self._engines.router_url)
         args = config.args.extended(vllm_router_ip=router.hostname, vllm_router_port=router.port)
         self.rollouts = make_manager(config, self._prompts, args, self._client, self._pool, self._record.recorder)
-        self.weights = GroupWeightSync(config, self.trainer, self._controls, version=self._saved_version() - 1)
+        self.weights = GroupWeightSync(
+            config,
+            self.trainer,
+            self._controls,
+            probe_prompt=self._prompts.probe_prompt(),
+            version=self._saved_version() - 1,
+        )
         self.schedule = self._make_schedule()
         self.checkpoints = self._make_checkpoints()
 

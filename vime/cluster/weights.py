@@ -20,30 +20,46 @@ class GroupWeightSync:
     """Implements ``ports.WeightSync``.
 
     Args:
+        probe_prompt: token ids of a plain question, for the proof that the weights arrived.
         version: the version before the first sync of this process. A resumed run passes the saved one minus 1: its
             first sync brings the very weights that had the saved version.
     """
 
     def __init__(
-        self, config: Config, trainer: TrainGroup, engines: Sequence[EngineControl], *, version: WeightVersion
+        self,
+        config: Config,
+        trainer: TrainGroup,
+        engines: Sequence[EngineControl],
+        *,
+        probe_prompt: Sequence[int],
+        version: WeightVersion,
     ) -> None:
         self._trainer = trainer
         self._engines = engines
+        self._probe_prompt = probe_prompt
         self.version = version
         self._syncs = 0
         self._timeout_s = config.engine.weight_sync_timeout_s
+        self._bucket_bytes = config.engine.update_weight_buffer_size
         self._probe_interval = config.engine.weight_probe_interval
         self._temperature = config.rollout.rollout_temperature
         self._tolerance = TOLERANCE[config.parallel.dtype_name]
 
     async def sync(self) -> WeightVersion:
         export = await self._trainer.export_weights()
-        await sync_engines(export, self._engines, self.version + 1, timeout_s=self._timeout_s)
+        await sync_engines(
+            export,
+            self._engines,
+            self.version + 1,
+            timeout_s=self._timeout_s,
+            bucket_bytes=self._bucket_bytes,
+        )
         self.version += 1
         if self._probe_is_due():
             await probe(
                 self._engines,
                 self._trainer.log_probs_of,
+                self._probe_prompt,
                 tolerance=self._tolerance,
                 temperature=self._temperature,
             )

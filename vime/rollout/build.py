@@ -42,6 +42,10 @@ class Prompts:
     eval_sources: tuple[tuple[EvalDataset, PromptSource], ...]
     max_context: int  # tokens of prompt and response together
 
+    def probe_prompt(self) -> list[int]:
+        """Token ids of a plain question, for the proof that the engines serve the trainer's weights."""
+        return self.encoder.encode(self.encoder.render("How many days are there in a week?", {}))
+
     def num_rollout(self, config: Config) -> int:
         """Rollouts of the whole run."""
         if config.rollout.num_rollout is not None:

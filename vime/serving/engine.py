@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vime.config.foreign import command_words
 from vime.errors import UserError
 from vime.serving.control import EngineControl
 from vime.serving.health import check_generates
 from vime.serving.http import EngineError
-from vime.serving.process import ReservedPort, ServerProcess, command_line
+from vime.serving.process import ReservedPort, ServerProcess
 
 if TYPE_CHECKING:
     from vime.config import Config
@@ -58,7 +59,7 @@ class EngineSpec:
             "worker_extension_cls": "vime.serving.transfer.VimeWorkerExtension",
         }
         flags = self._defaults() | dict(self.flags) | owned
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command_line(flags)]
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command_words("vllm", flags)]
 
     def _defaults(self) -> dict[str, Any]:
         defaults: dict[str, Any] = {

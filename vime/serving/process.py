@@ -53,7 +53,7 @@ class ServerProcess:
         code = self._guard.poll()
         if code is None:
             return None
-        return f"{self.name} ended with status {code}: {self.cause()}\nThe end of {self.log}:\n{self.tail()}"
+        return f"The end of {self.log}:\n{self.tail()}\n{self.name} ended with status {code}: {self.cause()}"
 
     def cause(self) -> str:
         """The last line of the log that looks like an error."""
@@ -102,26 +102,3 @@ class ReservedPort:
 
     def release(self) -> None:
         self._socket.close()
-
-
-def command_line(flags: Mapping[str, object]) -> list[str]:
-    """Flags by attribute name → command line. True is the bare flag, False its ``--no-`` form, None leaves it out.
-
-    Lists give several values; anything else that is not a string or a number goes as JSON.
-    """
-    import json
-
-    words: list[str] = []
-    for name, value in flags.items():
-        flag = name.replace("_", "-")
-        if value is None:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, list | tuple):
-            words += [f"--{flag}", *(str(item) for item in value)]
-        elif isinstance(value, str | int | float | Path):
-            words += [f"--{flag}", str(value)]
-        else:
-            words += [f"--{flag}", json.dumps(dict(value) if isinstance(value, Mapping) else value)]
-    return words

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vime.config.foreign import command_words
 from vime.serving.http import EngineError, HttpServer
-from vime.serving.process import ReservedPort, ServerProcess, command_line
+from vime.serving.process import ReservedPort, ServerProcess
 
 if TYPE_CHECKING:
     from vime.config import Config
@@ -112,7 +113,8 @@ class RouterServer:
             "prometheus_port": metrics.number,
             "worker_urls": self._engine_urls,
         }
-        command = [sys.executable, "-m", "vllm_router.launch_router", *command_line(defaults | self._flags | owned)]
+        words = command_words("router", defaults | self._flags | owned)
+        command = [sys.executable, "-m", "vllm_router.launch_router", *words]
         self._process = ServerProcess("the router", command, log=self._log, environment=_no_proxy(self._engine_urls))
 
     async def _register(self, router: HttpServer) -> None:

@@ -15,7 +15,6 @@ from vime.serving.control import EngineControl
 from vime.serving.http import EngineError
 from vime.types import SamplingParams, mean
 
-PROMPT = tuple(range(1, 17))  # any tokens do; every vocabulary has these
 TOKENS = 16
 TIMEOUT_S = 120.0
 
@@ -38,6 +37,7 @@ class ProbeReport:
 async def probe(
     engines: Sequence[EngineControl],
     log_probs_of: LogProbsOf,
+    prompt: Sequence[int],
     *,
     tolerance: float,
     temperature: float = 1.0,
@@ -46,6 +46,8 @@ async def probe(
     """Every engine samples a few tokens, and the trainer is asked for their log-probs.
 
     Args:
+        prompt: token ids of something that the model may be asked. Rounding grows with the size of the logits, and
+            after a text that makes no sense it can reach half a nat a token.
         tolerance: largest mean absolute difference, in nats. Rounding gives 1e-6 in float32 and 0.03 (trained models)
             to 0.15 (random ones) in bfloat16; wrong weights give 1 and more.
         temperature: the one by which ``log_probs_of`` divides the logits.
@@ -54,13 +56,13 @@ async def probe(
         ProbeFailed: an engine differs by more; the message has the numbers.
         EngineError: an engine does not answer.
     """
-    params = SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=0, ignore_eos=True)
-    body = request_body(PROMPT, params)
+    params = SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=0)
+    body = request_body(prompt, params)
     answers = await asyncio.gather(*(engine.generate(body, timeout_s=timeout_s) for engine in engines))
     means, maxima = [0.0], [0.0]
     for engine, answer in zip(engines, answers, strict=True):
         generation = parse_generation(answer)
-        trainer = await log_probs_of([*PROMPT, *generation.token_ids], len(PROMPT))
+        trainer = await log_probs_of([*prompt, *generation.token_ids], len(prompt))
         differences = [abs(a - b) for a, b in zip(generation.log_probs, trainer, strict=True)]
         means.append(mean(differences))
         maxima.append(max(differences))

@@ -20,7 +20,6 @@ ONLY: Mapping[str, Any] = {
     "attention_backend": "auto",
     "log_probs_max_tokens_per_gpu": None,
     "train_memory_margin_bytes": 1 << 30,
-    "update_weight_buffer_size": 512 << 20,
     "eval_max_context_len": None,
     "debug_rollout_only": False,
     "debug_train_only": False,
