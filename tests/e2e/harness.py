@@ -84,25 +84,22 @@ class Run:
     def named(self, text: str) -> list[psutil.Process]:
         """Living processes of the run whose command line has ``text``."""
         self.remember()
-        found = []
-        for process in self._tree.values():
-            try:
-                if text in " ".join(process.cmdline()):
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return [process for process in self._tree.values() if text in command_of(process)]
 
-    def assert_nothing_is_left(self) -> None:
-        """No process and no shared memory of the run, after a moment for the kernel and Ray to clean up."""
+    def assert_nothing_is_left(self, *, but: tuple[str, ...] = ()) -> None:
+        """No process and no shared memory of the run, after a moment for the kernel and Ray to clean up.
+
+        Args:
+            but: processes, by the start of their command line, that may take longer.
+        """
         end = time.monotonic() + 30
         while time.monotonic() < end:
-            alive = [process for process in self._tree.values() if is_alive(process)]
+            alive = [each for each in self._tree.values() if is_alive(each) and not command_of(each).startswith(but)]
             files = shared_memory() - self._shm
             if not alive and not files:
                 return
             time.sleep(0.2)
-        names = [" ".join(process.cmdline())[:120] for process in alive]
+        names = [command_of(process)[:120] for process in alive]
         raise AssertionError(f"left behind: processes {names}, shared memory {sorted(files)}")
 
     def rows(self) -> list[dict[str, Any]]:
@@ -112,6 +109,14 @@ class Run:
     def samples(self, rollout_id: int) -> list[dict[str, Any]]:
         path = self.save / "samples" / f"rollout_{rollout_id:07d}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def command_of(process: psutil.Process) -> str:
+    """Empty of a process that is gone."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def is_alive(process: psutil.Process) -> bool:

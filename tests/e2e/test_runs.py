@@ -11,6 +11,9 @@ import pytest
 from tests.e2e.harness import Run
 
 SAMPLE_KEYS = ("index", "group_index", "prompt", "response", "reward", "status", "weight_versions")
+RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""They look for their killed cluster for a minute before they end by themselves."""
+
 TRAINER_METRICS = ("train/loss", "train/pg_loss", "train/kl_loss", "train/grad_norm", "rollout/log_probs", "train/lr")
 
 
@@ -30,7 +33,7 @@ def test_a_killed_run_resumes_exactly_where_its_last_checkpoint_is(flags: list[s
         killed.wait_for(saved.exists, "the first checkpoint")
         killed.signal(signal.SIGKILL)
         killed.wait()
-        killed.assert_nothing_is_left()
+        killed.assert_nothing_is_left(but=RAY_AGENTS)
     assert saved.read_text().split() == ["2"]
 
     with Run(tmp_path / "killed", *schedule, "--load", str(killed.save)) as resumed:

@@ -163,7 +163,7 @@ def test_odd_text_in_a_sample_does_no_harm(tmp_path):
 
 def test_the_resolved_configuration_is_kept(tmp_path):
     RunRecorder(tmp_path).write_config({"batch": {"global_batch_size": 8}, "path": tmp_path})
-    assert json.loads((tmp_path / "config.json").read_text()) == {
+    assert json.loads((tmp_path / "run_config.json").read_text()) == {
         "batch": {"global_batch_size": 8},
         "path": str(tmp_path),
     }

@@ -3,7 +3,7 @@
     metrics.jsonl                   one JSON object a row: rollout_id, step, and metrics by name
     samples/rollout_0000012.jsonl   one object a sample: prompt, response, reward …
     samples/eval_NAME_0000020.jsonl the same for an evaluation
-    config.json                     the resolved configuration
+    run_config.json                     the resolved configuration
 
 Every row is on its way to the disk when ``log`` returns. A run that resumes first cuts metrics.jsonl back to where its
 checkpoint was made, so no rollout has two rows; files of samples are replaced when their rollout runs again.
@@ -51,8 +51,8 @@ class RunRecorder:
         return self.run_dir / "metrics.jsonl"
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Writes config.json. Secrets must have been masked."""
-        _write_whole(self.run_dir / "config.json", [json.dumps(_plain(config), indent=2) + "\n"])
+        """Writes run_config.json. Secrets must have been masked."""
+        _write_whole(self.run_dir / "run_config.json", [json.dumps(_plain(config), indent=2) + "\n"])
 
     def log(self, metrics: Mapping[str, float], *, rollout_id: int, step: int) -> None:
         """Writes one row and passes it to the trackers.
