@@ -93,6 +93,22 @@ def test_rewards_that_all_fail_end_the_run_and_say_why(flags: list[str], save: P
     assert "rollout 0: no sample has a reward" in last and "the reward service is down" in last
 
 
+@pytest.mark.slow
+def test_two_ranks_and_two_engines_on_slots_of_their_own(flags: list[str], save: Path) -> None:
+    """Separate training and inference, several optimizer steps a rollout, balanced over two data-parallel ranks."""
+    words = [word for word in flags if word != "--colocate"]
+    words[words.index("--actor-num-gpus-per-node") + 1] = "2"
+    more = ["--rollout-num-gpus", "2", "--num-steps-per-rollout", "2", "--balance-data", "--calculate-per-token-loss"]
+    with Run(save, *words, *more, "--num-rollout", "2") as run:
+        run.finish()
+        run.assert_nothing_is_left()
+    rows = train_rows(run)
+    assert [(row["rollout_id"], row["step"]) for row in rows] == [(0, 1), (0, 2), (1, 3), (1, 4)]
+    assert all(row["train/train_rollout_logprob_abs_diff_max"] < 1e-4 for row in rows[::2]), "before the first update"
+    assert [len(run.samples(rollout_id)) for rollout_id in range(2)] == [16, 16]
+    assert {log.name for log in (save / "logs").iterdir()} == {"engine_0.log", "engine_1.log", "router.log"}
+
+
 def train_rows(run: Run) -> list[dict[str, Any]]:
     return [row for row in run.rows() if "train/loss" in row]
 

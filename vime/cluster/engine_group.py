@@ -8,7 +8,7 @@ import ray
 
 from vime.cluster.actors import EngineActor, environment
 from vime.cluster.calls import wait_all
-from vime.cluster.session import Slots
+from vime.cluster.placement import Placement
 from vime.config import Config
 from vime.serving.router import RouterServer
 
@@ -16,17 +16,14 @@ from vime.serving.router import RouterServer
 class EngineGroup:
     """Starts the engines through Ray and the router on this node, and ends both."""
 
-    def __init__(self, config: Config, slots: Slots, log_dir: Path) -> None:
+    def __init__(self, config: Config, placement: Placement, threads: int, log_dir: Path) -> None:
         self._timeout_s = config.engine.engine_start_timeout_s
-        shares = config.cluster.colocate or slots.kind == "GPU"
-        options = {
-            "num_cpus": 0 if shares else 1,
-            "num_gpus": 0.4 if slots.kind == "GPU" else 0,
-            "runtime_env": {"env_vars": environment(slots.threads)},
-        }
-        actor = ray.remote(EngineActor).options(**options)
-        count = config.cluster.num_engines
-        self._engines = [actor.remote(config, index, slots.threads, log_dir) for index in range(count)]
+        actor = ray.remote(EngineActor)
+        env = {"env_vars": environment(threads)}
+        self._engines = [
+            actor.options(runtime_env=env, **placement.engine(index)).remote(config, index, threads, log_dir)
+            for index in range(config.cluster.num_engines)
+        ]
         self._router = RouterServer.from_config(config, log_dir=log_dir)
         self.urls: list[str] = []
         self.router_url = ""

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from vime.checkpoints import CheckpointStore
 from vime.cluster.checkpoints import GroupCheckpoints
 from vime.cluster.engine_group import EngineGroup
+from vime.cluster.placement import Placement
 from vime.cluster.record import Record
 from vime.cluster.session import Slots
 from vime.cluster.train_group import TrainGroup
@@ -38,8 +39,11 @@ class Job:
         self._config = config
         self._prompts = prompts
         self._record = record
-        self.trainer = TrainGroup(config, slots, lambda batch, dp_size: split(batch, dp_size, config))
-        self._engines = EngineGroup(config, slots, Path(config.ops.run_dir) / "logs")
+        placement = Placement(config, slots)
+        self.trainer = TrainGroup(
+            config, placement, slots.threads, lambda batch, dp_size: split(batch, dp_size, config)
+        )
+        self._engines = EngineGroup(config, placement, slots.threads, Path(config.ops.run_dir) / "logs")
         self._pool = make_pool(config)
         self._client: RouterClient | None = None
         self._controls: list[EngineControl] = []

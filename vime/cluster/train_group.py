@@ -10,7 +10,7 @@ import ray
 
 from vime.cluster.actors import TrainActor, environment
 from vime.cluster.calls import wait_all
-from vime.cluster.session import Slots
+from vime.cluster.placement import Placement
 from vime.config import Config
 from vime.types import RolloutBatch, TrainBatch, TrainResult
 
@@ -27,16 +27,15 @@ SplitBatch = Callable[[RolloutBatch, int], list[TrainBatch]]
 class TrainGroup:
     """Implements ``ports.Trainer`` with one Ray actor a rank."""
 
-    def __init__(self, config: Config, slots: Slots, split: SplitBatch) -> None:
+    def __init__(self, config: Config, placement: Placement, threads: int, split: SplitBatch) -> None:
         self._split = split
         world_size = config.cluster.train_world_size
-        options = {
-            "num_cpus": 1 if slots.kind == "CPU" else 0,
-            "num_gpus": 0.4 if slots.kind == "GPU" else 0,
-            "runtime_env": {"env_vars": environment(slots.threads, dict(config.cluster.train_env_vars))},
-        }
-        actor = ray.remote(TrainActor).options(**options)
-        self._ranks = [actor.remote(config, rank, world_size) for rank in range(world_size)]
+        actor = ray.remote(TrainActor)
+        env = {"env_vars": environment(threads, dict(config.cluster.train_env_vars))}
+        self._ranks = [
+            actor.options(runtime_env=env, **placement.rank(rank)).remote(config, rank, world_size)
+            for rank in range(world_size)
+        ]
         self._infos: list[StartInfo] = []
 
     async def start(self) -> StartInfo:
