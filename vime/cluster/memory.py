@@ -10,7 +10,7 @@ from typing import Self
 
 import psutil
 
-PERIOD_S = 2.0
+PERIOD_S = 5.0
 
 
 class PeakMemory:
