@@ -4,6 +4,6 @@
 class UserError(ValueError):
     """A mistake in flags, files or hooks.
 
-    Its message is one clear line (one for each mistake) that names the file, row, flag or value and what would be right;
-    commands print it without a traceback and exit with 1.
+    Its message is one clear line (one for each mistake) that names the file, row, flag or value and what would be
+    right; commands print it without a traceback and exit with 1.
     """
