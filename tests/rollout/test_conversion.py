@@ -55,7 +55,14 @@ def test_a_removed_sample_takes_part_in_the_baseline_but_is_not_trained_on():
 def test_an_empty_response_keeps_its_place_with_nothing_to_train():
     empty = sample(0, response_length=0, rollout_log_probs=[], weight_versions=[])
     batch = to_rollout_batch(0, [[empty, sample(1)]], halve)
-    assert batch.samples[0].loss_mask == (0,) and batch.samples[0].rollout_log_probs is None
+    assert batch.samples[0].loss_mask == (0,)
+    assert batch.samples[0].rollout_log_probs == (0.0,), "micro-batches with and without log-probs have other metrics"
+
+
+def test_an_empty_response_has_no_log_probs_where_the_generate_function_gives_none():
+    empty = sample(0, response_length=0, rollout_log_probs=None, weight_versions=[])
+    batch = to_rollout_batch(0, [[empty, sample(1, rollout_log_probs=None)]], halve)
+    assert [each.rollout_log_probs for each in batch.samples] == [None, None]
 
 
 def test_no_reward_at_all_is_an_error_that_says_why():

@@ -62,8 +62,9 @@ def _freeze(sample: Sample, rewards: tuple[float, float] | None) -> TrainSample:
     """``rewards``: (raw, processed), or None for a sample without one."""
     empty = sample.response_length == 0
     if empty:  # nothing was sampled, so the last prompt token stands in for the response, masked
-        sample.response_length, sample.loss_mask = 1, [0]
-        sample.rollout_log_probs, sample.weight_versions = None, []
+        sample.response_length, sample.loss_mask, sample.weight_versions = 1, [0], []
+        # masked too, but there where others have some: the metrics of a step are the same for all its micro-batches
+        sample.rollout_log_probs = None if sample.rollout_log_probs is None else [0.0]
     sample.validate()
     raw, reward = rewards if rewards is not None else (0.0, 0.0)
     trained = rewards is not None and not sample.remove_sample
