@@ -212,11 +212,18 @@ def test_a_model_folder_needs_a_config_and_a_tokenizer(flags, model_dir):
     )
 
 
-def test_save_interval_needs_save(flags):
-    words = flags("--save-interval", "2")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--save-interval 2", "--save-interval needs --save: the folder for checkpoints"),
+        ("--save-hf hf/{rollout_id}", "--save-hf needs --save: it is written along with each checkpoint"),
+    ],
+)
+def test_what_is_saved_needs_save(flags, words, message):
+    words = flags(*words.split())
     position = words.index("--save")
     del words[position : position + 2]
-    assert said(words) == ("--save-interval needs --save: the folder for checkpoints",)
+    assert said(words) == (message,)
 
 
 def test_labels_are_needed_by_graders_that_compare(flags):
@@ -288,6 +295,14 @@ def test_the_message_of_a_warning(flags, model_dir, prompt_file, words, message)
     places = {"model": model_dir, "prompts": prompt_file}
     resolution = resolve(flags(*[word.format(**places) for word in words.split()]))
     assert (resolution.violations, resolution.warnings) == ((), (message,))
+
+
+def test_a_file_of_evaluations_without_an_interval_is_doubtful(flags, prompt_file, tmp_path):
+    file = tmp_path / "eval.yaml"
+    file.write_text(f"eval:\n  datasets:\n    - {{name: a, path: {prompt_file}}}\n")
+    assert resolve(flags("--eval-config", str(file))).warnings == (
+        "--eval-config without --eval-interval: no evaluation will run",
+    )
 
 
 def test_evaluation_may_sample_as_it_likes(flags):

@@ -39,8 +39,10 @@ def reference_only_watched(config: Config) -> Iterator[Violation]:
 
 
 def evaluation_never_runs(config: Config) -> Iterator[Violation]:
-    if config.evaluation.eval_prompt_data and config.evaluation.eval_interval is None:
-        yield Violation("--eval-prompt-data without --eval-interval: no evaluation will run")
+    evaluation = config.evaluation
+    given = "--eval-prompt-data" if evaluation.eval_prompt_data else "--eval-config" if evaluation.eval_config else None
+    if given is not None and evaluation.eval_interval is None:
+        yield Violation(f"{given} without --eval-interval: no evaluation will run")
 
 
 def both_lengths(config: Config) -> Iterator[Violation]:

@@ -69,6 +69,8 @@ def reference_model(config: Config) -> Iterator[Violation]:
 def partners(config: Config) -> Iterator[Violation]:
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
         yield Violation("--save-interval needs --save: the folder for checkpoints", ("save",))
+    if config.checkpoint.save_hf is not None and config.checkpoint.save is None:
+        yield Violation("--save-hf needs --save: it is written along with each checkpoint", ("save",))
     batch = config.batch
     if batch.use_dynamic_batch_size and batch.max_tokens_per_gpu is None:
         yield Violation(
