@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from vime.config.config import Config
+from vime.config.flags import option
+
+__all__ = ["Rule", "Violation", "known", "option"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +29,3 @@ Rule = Callable[[Config], Iterator[Violation]]
 def known(*values: object) -> bool:
     """Whether no value is missing. (Fields are typed as they are in a valid Config, so None needs this detour.)"""
     return all(value is not None for value in values)
-
-
-def option(name: str) -> str:
-    """rollout_batch_size → --rollout-batch-size"""
-    return "--" + name.replace("_", "-")
