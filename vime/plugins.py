@@ -60,7 +60,7 @@ CONTRACTS: Mapping[str, Contract] = {
         arguments=("args", "sample", "sampling_params"),
         optional=("evaluation",),
         is_async=True,
-        returns="the sample, filled; or a list of samples",
+        returns="the sample, filled",
     ),
     "custom_reward_post_process_path": Contract(
         arguments=("args", "samples"), returns="(raw rewards, rewards), two lists as long as samples"

@@ -23,7 +23,7 @@ class Algorithm:
     )
     kl_coef: float = flag(0.0, help="Weight of the KL divergence in the reward.")
     entropy_coef: float = flag(0.0, help="Weight of the entropy bonus.")
-    normalize_advantages: bool = flag(False, help="Whiten advantages over all tokens of the step.")
+    normalize_advantages: bool = flag(False, help="Whiten advantages over all tokens of the rollout.")
     disable_grpo_std_normalization: bool = derived(
         "only when n-samples-per-prompt is 1", help="Do not divide by the standard deviation of a group."
     )
