@@ -97,13 +97,14 @@ def threads() -> int:
     return os.cpu_count() or 1
 
 
-def start_side(module: str, folder: Path, *arguments: str, python: str = sys.executable) -> Side:
-    """A side as a process that computes on all cores and loads nothing from the network."""
-    environment = {
-        "OMP_NUM_THREADS": str(threads()),
-        "OMP_WAIT_POLICY": "PASSIVE",  # as vime sets it; threads that spin hurt whoever shares the cores
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+def start_side(
+    module: str,
+    folder: Path,
+    *arguments: str,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+) -> Side:
+    """A side as a process that may compute on all cores and loads nothing from the network."""
+    variables = {"OMP_NUM_THREADS": str(threads()), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     name = module.removeprefix("bench.").replace(".", "_")
-    return Side([python, "-m", module, *arguments], folder / f"{name}.log", environment)
+    return Side([python, "-m", module, *arguments], folder / f"{name}.log", variables | dict(environment or {}))

@@ -16,7 +16,8 @@ from typing import Any
 
 from bench.sides import Side
 from bench.stats import Comparison, Spread, by_turns
-from bench.work import TrainingWork, need_model, start_side
+from bench.work import TrainingWork, need_model, start_side, threads
+from vime.cluster.actors import environment
 
 DEMO = TrainingWork(samples=64, prompt=24, response=8)  # the demo's samples, filled up to 2,048 tokens
 DISTINCT = TrainingWork(samples=64, prompt=24, response=8, group=1)
@@ -29,7 +30,8 @@ TOLERANCE = 0.15  # of the first gradient norms; bf16 moves them by up to a tent
 def measure(folder: Path) -> dict[str, Any]:
     need_model()
     with ExitStack() as stack:
-        sides = {"vime": stack.enter_context(start_side("bench.training.vime_side", folder))}
+        ours = start_side("bench.training.vime_side", folder, environment=environment(threads()))
+        sides = {"vime": stack.enter_context(ours)}
         for mode in MODES:
             sides[mode] = stack.enter_context(start_side("bench.training.transformers_side", folder, mode))
         for side in sides.values():
