@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,35 +15,31 @@ from pathlib import Path
 from typing import Any
 
 from bench.sides import Side
+from vime.config import Config, parse_config
 
 MODEL = Path("models/SmolLM2-135M-Instruct")
 TASK = Path("data/arithmetic")
 VOCABULARY = 49152
-MICRO_BATCH_TOKENS = 4096
-LEARNING_RATE = 2e-5
-ADAM_BETAS = (0.9, 0.98)
-CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-CLIP_GRAD = 1.0
+SCRIPT = Path("scripts/run-smollm2-135M-cpu.sh")
+NOT_TAKEN = ("--save", "--num-rollout", "--eval-interval", "--eval-config")  # each measure has its own, or none
 
-DEMO_FLAGS = (
-    *("--actor-num-gpus-per-node", "1", "--colocate"),
-    *("--hf-checkpoint", str(MODEL)),
-    *("--prompt-data", str(TASK / "train.jsonl"), "--input-key", "prompt", "--label-key", "label"),
-    *("--apply-chat-template", "--rollout-shuffle", "--rm-type", "last_number"),
-    *("--rollout-batch-size", "8", "--n-samples-per-prompt", "8", "--global-batch-size", "64"),
-    *("--rollout-max-response-len", "8", "--rollout-temperature", "1"),
-    *("--advantage-estimator", "grpo", "--eps-clip", str(CLIP_LOW), "--eps-clip-high", str(CLIP_HIGH)),
-    *("--use-dynamic-batch-size", "--max-tokens-per-gpu", str(MICRO_BATCH_TOKENS)),
-    *("--optimizer", "adam", "--lr", "2e-5", "--lr-decay-style", "constant", "--weight-decay", "0.0"),
-    *("--adam-beta1", str(ADAM_BETAS[0]), "--adam-beta2", str(ADAM_BETAS[1])),
-    *("--vllm-max-model-len", "256", "--vllm-max-num-seqs", "64"),
-)
-"""Those of scripts/run-smollm2-135M-cpu.sh, without checkpoint, evaluation and the length of the run."""
+
+def demo_flags() -> list[str]:
+    """The flags of the demo's script, without checkpoint, evaluation and the length of the run."""
+    text = SCRIPT.read_text().replace("$MODEL", str(MODEL)).replace("$TASK", str(TASK))
+    arrays = re.findall(r"^\w+_ARGS=\(\n(.*?)^\)", text, flags=re.MULTILINE | re.DOTALL)
+    words = shlex.split("\n".join(arrays))
+    return [word for i, word in enumerate(words) if word not in NOT_TAKEN and words[i - 1] not in NOT_TAKEN]
+
+
+def demo_config(*flags: str) -> Config:
+    """The demo's configuration, with further flags."""
+    return parse_config([*demo_flags(), "--num-rollout", "1000", *flags])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingWork:
-    """Samples of equal length, so that no side pads; a micro-batch has ``MICRO_BATCH_TOKENS`` at most."""
+    """Samples of equal length, so that no side pads."""
 
     samples: int
     prompt: int  # tokens
@@ -57,10 +55,9 @@ class TrainingWork:
         """Of one step, prompts included."""
         return self.samples * self.length
 
-    @property
-    def micro_batch(self) -> int:
+    def micro_batch(self, max_tokens: int) -> int:
         """Samples of one forward pass."""
-        return min(self.samples, MICRO_BATCH_TOKENS // self.length)
+        return min(self.samples, max_tokens // self.length)
 
     def token_ids(self) -> list[list[int]]:
         """[samples][length], the same in every process."""

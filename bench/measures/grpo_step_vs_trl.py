@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.sides import Side
 from bench.stats import Comparison, by_turns
-from bench.work import DEMO_FLAGS, MODEL, TASK, need_model, start_side
+from bench.work import MODEL, TASK, demo_config, demo_flags, need_model, start_side
 
 PAIRS = 3
 WARM_UPS = 2
@@ -31,7 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
 def measure(folder: Path) -> dict[str, Any]:
     need_model()
     subprocess.run(["bash", "bench/trl/setup.sh"], check=True, stdout=sys.stderr)
-    flags = (*DEMO_FLAGS, "--num-rollout", "1000", "--run-dir", str(folder / "run"))
+    flags = (*demo_flags(), "--num-rollout", "1000", "--run-dir", str(folder / "run"))
     custom = ("--custom-generate-function-path", "bench.fixed_length:generate")
     with ExitStack() as stack:
         sides = {"vime": stack.enter_context(start_side("bench.vime_step", folder, *flags, *custom))}
@@ -43,7 +43,8 @@ def measure(folder: Path) -> dict[str, Any]:
 def _start_trl(mode: str, overrides: dict[str, Any], folder: Path) -> Side:
     place = folder / mode
     place.mkdir(exist_ok=True)
-    arguments = ("--model", str(MODEL), "--prompts", str(TASK / "train.jsonl"), "--override", json.dumps(overrides))
+    settings = json.dumps({"learning_rate": demo_config().optimizer.lr, **overrides})
+    arguments = ("--model", str(MODEL), "--prompts", str(TASK / "train.jsonl"), "--override", settings)
     return start_side("bench.trl.side", place, *arguments, python=PYTHON)
 
 

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.stats import Spread
-from bench.work import need_model
+from bench.work import SCRIPT, need_model
 
 STEPS = 8
-SCRIPT = "scripts/run-smollm2-135M-cpu.sh"
 STEP = "perf/step_time"
 
 
@@ -28,7 +27,7 @@ def measure(folder: Path) -> dict[str, Any]:
     need_model()
     run = folder / "run"
     flags = ("--num-rollout", str(STEPS), "--skip-eval-before-train")
-    subprocess.run(["bash", SCRIPT, *flags], check=True, stdout=sys.stderr, env={**os.environ, "RUN": str(run)})
+    subprocess.run(["bash", str(SCRIPT), *flags], check=True, stdout=sys.stderr, env={**os.environ, "RUN": str(run)})
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return summarize([row for row in rows if STEP in row])
 

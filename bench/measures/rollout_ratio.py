@@ -16,8 +16,8 @@ import aiohttp
 from bench.engine import running_engine
 from bench.rollout import ROLLOUT_ID, Requests, make_manager, post_directly
 from bench.stats import Comparison, Spread
-from bench.work import DEMO_FLAGS, need_model
-from vime.config import Config, parse_config
+from bench.work import demo_config, need_model
+from vime.config import Config
 from vime.serving.client import RouterClient
 from vime.serving.control import EngineControl
 from vime.serving.router import RouterServer
@@ -29,7 +29,7 @@ SHORT_RESPONSE = 8  # the demo's
 
 def measure(folder: Path) -> dict[str, Any]:
     need_model()
-    config = parse_config([*DEMO_FLAGS, "--num-rollout", "1"])
+    config = demo_config()
     with running_engine(config, folder) as url:
         return asyncio.run(_measure(config, url, folder))
 

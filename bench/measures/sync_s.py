@@ -14,10 +14,11 @@ from typing import Any
 from bench.engine import running_engine
 from bench.stats import Spread
 from bench.training.vime_side import make_batch, make_worker
-from bench.work import DEMO_FLAGS, TrainingWork, need_model
-from vime.config import parse_config
+from bench.work import TrainingWork, demo_config, need_model
+from vime.config import Config
 from vime.serving.control import EngineControl
 from vime.training.worker import TrainWorker
+from vime.types import TrainBatch
 from vime.weights.sync import SyncReport, sync_engines
 
 TURNS = 6  # after one that warms up: the first maps the memory and builds the engine's plan
@@ -26,20 +27,20 @@ STEP = TrainingWork(samples=8, prompt=24, response=8)
 
 def measure(folder: Path) -> dict[str, Any]:
     need_model()
-    sizes = ("--num-rollout", "1000", "--rollout-batch-size", "1", "--global-batch-size", "8")
-    config = parse_config([*DEMO_FLAGS, *sizes])
+    config = demo_config()
     with running_engine(config, folder) as url:
         worker = make_worker(config)
         try:
-            return asyncio.run(_measure(worker, url))
+            return asyncio.run(_measure(worker, config, url))
         finally:
             worker.stop()
 
 
-async def _measure(worker: TrainWorker, url: str) -> dict[str, Any]:
+async def _measure(worker: TrainWorker, config: Config, url: str) -> dict[str, Any]:
     control = EngineControl(url)
     try:
-        turns = [await _turn(worker, control, version) for version in range(1, TURNS + 2)]
+        batch = make_batch(STEP, config)
+        turns = [await _turn(worker, batch, control, version) for version in range(1, TURNS + 2)]
     finally:
         await control.close()
     total = Spread(tuple(seconds for seconds, _, _ in turns[1:]))
@@ -54,9 +55,11 @@ async def _measure(worker: TrainWorker, url: str) -> dict[str, Any]:
     }
 
 
-async def _turn(worker: TrainWorker, control: EngineControl, version: int) -> tuple[float, float, SyncReport]:
+async def _turn(
+    worker: TrainWorker, batch: TrainBatch, control: EngineControl, version: int
+) -> tuple[float, float, SyncReport]:
     """(seconds in total, of them for the export, what the sync says of itself)."""
-    worker.train(make_batch(STEP))
+    worker.train(batch)
     clock = asyncio.get_running_loop().time
     begin = clock()
     export = worker.export_weights()

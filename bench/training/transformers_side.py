@@ -23,7 +23,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from bench.protocol import SideChannel
-from bench.work import ADAM_BETAS, CLIP_GRAD, CLIP_HIGH, CLIP_LOW, LEARNING_RATE, MODEL, TrainingWork
+from bench.work import MODEL, TrainingWork, demo_config
+
+CONFIG = demo_config()
+assert CONFIG.batch.max_tokens_per_gpu is not None, "the demo packs by tokens"
+MICRO_BATCH_TOKENS = CONFIG.batch.max_tokens_per_gpu
+CLIP_LOW, CLIP_HIGH = CONFIG.algorithm.eps_clip, CONFIG.algorithm.eps_clip_high
+CLIP_GRAD = CONFIG.optimizer.clip_grad
 
 
 class Autocast:
@@ -77,7 +83,15 @@ def _load(dtype: torch.dtype) -> Any:
 
 
 def _adamw(parameters: list[Tensor]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=ADAM_BETAS, weight_decay=0.0, fused=True)
+    given = CONFIG.optimizer
+    return torch.optim.AdamW(
+        parameters,
+        lr=given.lr,
+        betas=(given.adam_beta1, given.adam_beta2),
+        eps=given.adam_eps,
+        weight_decay=given.weight_decay,
+        fused=True,
+    )
 
 
 def _logits(model: Any, tokens_bl: Tensor, keep: int) -> Tensor:
@@ -100,7 +114,7 @@ def grpo_loss(logits_btv: Tensor, targets_bt: Tensor, advantages_b: Tensor) -> T
 def step(side: Autocast | MasterCopy, work: TrainingWork) -> float:
     """One optimizer step; returns the gradient norm."""
     tokens, advantages = torch.tensor(work.token_ids()), torch.tensor(work.advantages())
-    size = work.micro_batch
+    size = work.micro_batch(MICRO_BATCH_TOKENS)
     for tokens_bl, advantages_b in zip(torch.split(tokens, size), torch.split(advantages, size), strict=True):
         logits = side.logits(tokens_bl, work.response)
         loss = grpo_loss(logits, tokens_bl[:, -work.response :], advantages_b) / work.samples

@@ -11,8 +11,8 @@ import socket
 import time
 
 from bench.protocol import SideChannel
-from bench.work import DEMO_FLAGS, MICRO_BATCH_TOKENS, TrainingWork
-from vime.config import Config, parse_config
+from bench.work import TrainingWork, demo_config
+from vime.config import Config
 from vime.data.batching import make_train_batches
 from vime.training.worker import TrainWorker
 from vime.types import RolloutBatch, TrainBatch, TrainSample
@@ -28,7 +28,7 @@ def make_worker(config: Config) -> TrainWorker:
     return worker
 
 
-def make_batch(work: TrainingWork) -> TrainBatch:
+def make_batch(work: TrainingWork, config: Config) -> TrainBatch:
     """All samples of the work, for one rank and one step."""
     samples = tuple(
         TrainSample(
@@ -48,10 +48,10 @@ def make_batch(work: TrainingWork) -> TrainBatch:
         RolloutBatch(rollout_id=0, samples=samples),
         dp_size=1,
         global_batch_size=work.samples,
-        micro_batch_size=work.micro_batch,
-        use_dynamic_batch_size=True,
-        max_tokens_per_gpu=MICRO_BATCH_TOKENS,
-        balance_data=False,
+        micro_batch_size=config.batch.micro_batch_size,
+        use_dynamic_batch_size=config.batch.use_dynamic_batch_size,
+        max_tokens_per_gpu=config.batch.max_tokens_per_gpu,
+        balance_data=config.batch.balance_data,
         cp_size=1,
     )
     return batch
@@ -59,10 +59,11 @@ def make_batch(work: TrainingWork) -> TrainBatch:
 
 def main() -> None:
     channel = SideChannel()
-    worker = make_worker(parse_config([*DEMO_FLAGS, "--num-rollout", "1000"]))
+    config = demo_config()
+    worker = make_worker(config)
     channel.reply(ready=True)
     for request in channel.requests():
-        batch = make_batch(TrainingWork.from_json(request))
+        batch = make_batch(TrainingWork.from_json(request), config)
         begin = time.perf_counter()
         result = worker.train(batch)
         channel.reply(

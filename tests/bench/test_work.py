@@ -1,41 +1,31 @@
 """The work that both sides do."""
 
-import shlex
-from pathlib import Path
-
 import pytest
 
 from bench.measures.overhead_share import STEPS, summarize
 from bench.measures.train_ratio import DEMO, DISTINCT, LONG, check_same_work
-from bench.work import DEMO_FLAGS, LEARNING_RATE, MICRO_BATCH_TOKENS, TrainingWork
-from vime.config import parse_config
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "run-smollm2-135M-cpu.sh"
+from bench.work import MODEL, TrainingWork, demo_config, demo_flags
 
 
-def test_the_flags_are_those_of_the_demo() -> None:
-    variables = {"$MODEL": "models/SmolLM2-135M-Instruct", "$TASK": "data/arithmetic"}
-    text = SCRIPT.read_text()
-    for variable, value in variables.items():
-        text = text.replace(variable, value)
-    words = shlex.split(text, comments=True)
-    for flag, value in zip(DEMO_FLAGS, [*DEMO_FLAGS[1:], "--"], strict=True):
-        if flag.startswith("--"):
-            at = words.index(flag)
-            assert value.startswith("--") or words[at + 1] == value, flag
+def test_the_work_is_the_demos_without_its_own_length_and_checkpoints() -> None:
+    flags = demo_flags()
+    assert flags[flags.index("--n-samples-per-prompt") + 1] == "8"
+    assert "--hf-checkpoint" in flags and str(MODEL) in flags
+    assert not {"--save", "$RUN", "--num-rollout", "--eval-interval", "scripts/eval-arithmetic.yaml"} & set(flags)
 
 
 def test_vime_accepts_the_flags() -> None:
-    config = parse_config([*DEMO_FLAGS, "--num-rollout", "1"])
-    assert config.batch.max_tokens_per_gpu == MICRO_BATCH_TOKENS
-    assert config.optimizer.lr == LEARNING_RATE
+    config = demo_config()
+    assert config.batch.global_batch_size == DEMO.samples == DISTINCT.samples
+    assert config.batch.use_dynamic_batch_size
 
 
 @pytest.mark.parametrize("work", [DEMO, DISTINCT, LONG])
 def test_a_step_trains_on_2048_tokens_in_equal_micro_batches(work: TrainingWork) -> None:
+    max_tokens = demo_config().batch.max_tokens_per_gpu
+    assert max_tokens is not None
     assert work.tokens == 2048
-    assert work.micro_batch * work.length <= MICRO_BATCH_TOKENS
-    assert work.samples % work.micro_batch == 0
+    assert work.samples % work.micro_batch(max_tokens) == 0
 
 
 def test_both_sides_make_the_same_samples() -> None:
