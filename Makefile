@@ -38,5 +38,8 @@ format: install
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
+bench: install $(MODEL)/model.safetensors $(TASK)/train.jsonl
+	$(PY) -m bench
+
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build

@@ -59,7 +59,8 @@ async def train(
 ) -> None:
     """Runs the schedule. The engines serve the newest weights before anything is sampled.
 
-    A checkpoint of rollout k holds the weights after training on it, so a resumed run starts at k + 1 with a sync.
+    A checkpoint of rollout k comes last of all that belongs to k, so that a resumed run has nothing to do again: it
+    starts at k + 1, with a sync.
     """
     with report.phase("sync"):
         await weights.sync()
@@ -75,9 +76,9 @@ async def train(
         with report.phase("sync"):
             await weights.sync()
         report.trained(batch, result)
-        if schedule.saves_after(rollout_id):
-            with report.phase("save"):
-                await checkpoints.save(rollout_id)
         if schedule.evaluates_after(rollout_id):
             with report.phase("evaluate"):
                 report.evaluated(rollout_id + 1, await rollouts.evaluate(rollout_id + 1))
+        if schedule.saves_after(rollout_id):
+            with report.phase("save"):
+                await checkpoints.save(rollout_id)

@@ -125,6 +125,11 @@ class Sample:
             self.status = Status.COMPLETED
 
     @property
+    def ended_well(self) -> bool:
+        """Whether the response can be trained on."""
+        return self.status in (Status.COMPLETED, Status.TRUNCATED)
+
+    @property
     def prompt_length(self) -> int:
         return len(self.tokens) - self.response_length
 
@@ -160,7 +165,7 @@ class Sample:
         Raises:
             InvalidSample: a length, status or value is wrong.
         """
-        if self.status not in (Status.COMPLETED, Status.TRUNCATED):
+        if not self.ended_well:
             raise InvalidSample(
                 f"{self.name}: status is {self.status.value}, only completed or truncated can be trained"
             )

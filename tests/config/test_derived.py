@@ -70,7 +70,7 @@ def test_colocate_ignores_rollout_slots_with_one_warning_that_says_the_number(fl
 
 
 def test_without_colocate_the_given_slots_hold(flags):
-    config = parse_config(flags("--no-colocate", "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "2"))
+    config = resolve(flags("--no-colocate", "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "2")).config
     assert (config.cluster.rollout_num_gpus, config.cluster.num_engines) == (4, 2)
 
 

@@ -18,7 +18,7 @@ TEXT = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1).f
 JSON_VALUES = st.dictionaries(TEXT, st.integers() | TEXT | st.booleans(), max_size=3)
 BY_KIND: dict[Any, st.SearchStrategy[Any]] = {
     id(INT): st.integers(),
-    id(FLOAT): st.floats(allow_nan=False),
+    id(FLOAT): st.floats(allow_nan=False, allow_infinity=False),
     id(STR): TEXT,
     id(SWITCH): st.booleans(),
 }

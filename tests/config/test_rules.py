@@ -37,7 +37,7 @@ RULES = {
         "--use-dynamic-batch-size"
     ),
     "--actor-num-gpus-per-node 8 --global-batch-size 4 --use-dynamic-batch-size --max-tokens-per-gpu 99": (
-        "--global-batch-size 4 is less than one sample for each of the 8 data-parallel ranks (8 training slots / 1)"
+        "--global-batch-size 4 must be a multiple of the 8 data-parallel ranks (8 training slots / 1)"
     ),
     # numbers
     "--rollout-temperature 0": (
@@ -128,7 +128,10 @@ RULES = {
 def test_the_message_of_a_rule(flags, model_dir, tmp_path, words, message):
     places = {"model": model_dir, "tmp": tmp_path, "rollout_id": "{rollout_id}"}
     extra = [word.format(**places) for word in words.split()]
-    assert said(flags(*extra)) == (message.format(**places),)
+    lines = said(flags(*extra))
+    if "not yet supported" not in message:  # such a line may stand beside the one that this is about
+        lines = tuple(line for line in lines if "not yet supported" not in line)
+    assert lines == (message.format(**places),)
 
 
 def test_sequence_parallel_needs_tensor_parallelism(flags):

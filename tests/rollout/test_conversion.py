@@ -70,6 +70,20 @@ def test_no_reward_at_all_is_an_error_that_says_why():
         to_rollout_batch(3, [[sample(0, None), sample(1, None)]], halve)
 
 
+@pytest.mark.parametrize("status", [Status.FAILED, Status.ABORTED])
+def test_a_sample_that_failed_keeps_its_place_whatever_the_hook_left_in_it(status):
+    broken = sample(0, status=status, response_length=7, loss_mask=[1])
+    batch = to_rollout_batch(0, [[broken, sample(1)]], halve)
+    assert batch.samples[0].loss_mask == (0,) and batch.samples[0].reward == 0
+    with pytest.raises(InvalidSample, match="no prompt to keep its place with"):
+        to_rollout_batch(0, [[sample(0, status=status, tokens=[]), sample(1)]], halve)
+
+
+def test_log_probs_that_only_some_samples_have_are_left_out():
+    batch = to_rollout_batch(0, [[sample(0, rollout_log_probs=None), sample(1)]], halve)
+    assert [s.rollout_log_probs for s in batch.samples] == [None, None]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -77,8 +91,6 @@ def test_no_reward_at_all_is_an_error_that_says_why():
         ({"loss_mask": [1, 2]}, "values other than 0 and 1"),
         ({"rollout_log_probs": [-1.0] * 3}, "rollout_log_probs has 3 entries for 2"),
         ({"response_length": 9}, "response_length is 9"),
-        ({"status": Status.FAILED}, "status is failed"),
-        ({"status": Status.ABORTED}, "status is aborted"),
         ({"index": None}, "without its index"),
     ],
 )

@@ -20,12 +20,13 @@ class TrainActor:
         self._config, self._rank, self._world_size = config, rank, world_size
 
     def address(self) -> tuple[str, int]:
-        """An address of this node and a free port there, for the ranks to meet."""
+        """An address of this node and a free port there, for the ranks to meet; loopback where there is one node."""
         import ray
 
+        address = "127.0.0.1" if len(ray.nodes()) == 1 else ray.util.get_node_ip_address()
         with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+            probe.bind((address, 0))
+            return address, probe.getsockname()[1]
 
     def start(self, master_addr: str, master_port: int) -> StartInfo:
         from vime.training.worker import TrainWorker

@@ -14,7 +14,8 @@ class GroupCheckpoints:
     """Implements ``ports.Checkpoints``.
 
     Args:
-        driver_state: the driver's part as JSON values: data cursor, buffer, weight version, position of the metrics.
+        driver_state: rollout_id → the driver's part as JSON values: data cursor, buffer, weight version, position of
+            the metrics.
         hf_template: also write a Hugging Face folder there; ``{rollout_id}`` stands for the rollout.
     """
 
@@ -22,7 +23,7 @@ class GroupCheckpoints:
         self,
         store: CheckpointStore,
         trainer: TrainGroup,
-        driver_state: Callable[[], dict[str, Any]],
+        driver_state: Callable[[int], dict[str, Any]],
         hf_template: str | None,
     ) -> None:
         self._store = store
@@ -33,7 +34,7 @@ class GroupCheckpoints:
     async def save(self, rollout_id: int) -> Path:
         unfinished = self._store.begin(rollout_id)
         await self._trainer.save(unfinished)
-        complete = self._store.commit(rollout_id, self._driver_state())
+        complete = self._store.commit(rollout_id, self._driver_state(rollout_id))
         if self._hf_template is not None:
-            await self._trainer.save_hf(Path(self._hf_template.format(rollout_id=rollout_id)))
+            await self._trainer.save_hf(Path(self._hf_template.replace("{rollout_id}", str(rollout_id))))
         return complete

@@ -18,7 +18,7 @@ class EngineGroup:
 
     def __init__(self, config: Config, placement: Placement, threads: int, log_dir: Path) -> None:
         self._timeout_s = config.engine.engine_start_timeout_s
-        actor = ray.remote(EngineActor)
+        actor = ray.remote(max_concurrency=2)(EngineActor)  # an engine can be stopped while it starts
         env = {"env_vars": environment(threads)}
         self._engines = [
             actor.options(runtime_env=env, **placement.engine(index)).remote(config, index, threads, log_dir)
@@ -41,8 +41,8 @@ class EngineGroup:
 
     async def stop(self) -> None:
         """Never raises; what does not end in time is killed with its actor."""
-        self._router.stop()
         try:
+            self._router.stop()
             await wait_all([e.stop.remote() for e in self._engines], what="stopping the engines", timeout_s=60)
         except Exception:
             for engine in self._engines:

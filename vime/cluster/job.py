@@ -18,7 +18,8 @@ from vime.config import Config
 from vime.data.batching import make_train_batches
 from vime.loop import Schedule
 from vime.ports import Checkpoints
-from vime.rollout.build import Prompts, make_manager, make_pool
+from vime.rewards.hub import RewardHub
+from vime.rollout.build import Prompts, make_hub, make_manager, make_pool
 from vime.rollout.tasks import together
 from vime.serving.client import RouterClient
 from vime.serving.control import EngineControl
@@ -46,6 +47,7 @@ class Job:
         self._engines = EngineGroup(config, placement, slots.threads, Path(config.ops.run_dir) / "logs")
         self._pool = make_pool(config)
         self._client: RouterClient | None = None
+        self._hub: RewardHub | None = None
         self._controls: list[EngineControl] = []
 
     async def start(self) -> None:
@@ -58,13 +60,16 @@ class Job:
         )
         router = urlsplit(self._engines.router_url)
         args = config.args.extended(vllm_router_ip=router.hostname, vllm_router_port=router.port)
-        self.rollouts = make_manager(config, self._prompts, args, self._client, self._pool, self._record.recorder)
-        self.weights = GroupWeightSync(
+        self._hub = make_hub(config, self._prompts, args, self._pool)
+        self.weights = weights = GroupWeightSync(
             config,
             self.trainer,
             self._controls,
             probe_prompt=self._prompts.probe_prompt(),
             version=self._saved_version() - 1,
+        )
+        self.rollouts = make_manager(
+            config, self._prompts, args, self._client, self._hub, self._record.recorder, lambda: weights.version
         )
         self.schedule = self._make_schedule()
         self.checkpoints = self._make_checkpoints()
@@ -82,8 +87,16 @@ class Job:
         load = getattr(self._prompts.source, "load_state_dict", None)
         if load is not None and saved is not None:
             load(saved)
-        elif hasattr(self._prompts.source, "load"):  # a user's data source keeps its own files
+        elif hasattr(self._prompts.source, "load"):
             self._prompts.source.load(self._start - 1)
+
+    def _save_source(self, rollout_id: int) -> Any:
+        source = self._prompts.source
+        if hasattr(source, "state_dict"):
+            return source.state_dict()
+        if hasattr(source, "save"):  # a user's data source keeps its own files
+            source.save(rollout_id)
+        return None
 
     def _saved_version(self) -> int:
         """The first sync of a resumed run brings the very weights that this version had."""
@@ -110,10 +123,9 @@ class Job:
             return NoCheckpoints()
         return GroupCheckpoints(CheckpointStore(checkpoint.save), self.trainer, self._driver_state, checkpoint.save_hf)
 
-    def _driver_state(self) -> dict[str, Any]:
-        state_dict = getattr(self._prompts.source, "state_dict", None)
+    def _driver_state(self, rollout_id: int) -> dict[str, Any]:
         return {
-            "source": state_dict() if state_dict is not None else None,
+            "source": self._save_source(rollout_id),
             "weight_version": self.weights.version,
             **self._record.driver_state(),
         }
@@ -125,6 +137,8 @@ class Job:
     async def stop(self) -> None:
         """Ends everything that was started; never raises."""
         await self._pool.close()
+        if self._hub is not None:
+            await self._hub.close()
         if self._client is not None:
             await self._client.close()
         for control in self._controls:

@@ -7,6 +7,7 @@ processes are stopped in order, and the cause is the last thing printed.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import signal
 import sys
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ def main(config: Config) -> int:
 async def run(config: Config) -> None:
     """The whole job."""
     prompts = load_prompts(config)
+    config = with_rollouts(config, prompts.num_rollout(config))
     async with AsyncExitStack() as stack:
         memory = await stack.enter_async_context(PeakMemory())
         record = stack.enter_context(open_record(config, total=prompts.num_rollout(config)))
@@ -60,6 +62,11 @@ async def run(config: Config) -> None:
             job.failures,
         )
         record.report.finish(peak_memory_bytes=memory.peak_bytes, resume_command=resume_command(config))
+
+
+def with_rollouts(config: Config, count: int) -> Config:
+    """The configuration with the number of rollouts that ``--num-epoch`` comes to: learning rates decay over it."""
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, num_rollout=count))
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from vime.checkpoints import CheckpointStore, ResumePoint
 from vime.config import Config
@@ -87,13 +89,14 @@ def resume_command(config: Config) -> str | None:
     save = config.checkpoint.save
     if save is None:
         return None
-    words = [word for word in sys.argv if word]
     given = {"--load": save, "--num-rollout": f"{2 * (config.rollout.num_rollout or 1)}"}
-    return shlex.join(["python", *_replaced(words, given)])
+    words = _replaced([word for word in sys.argv if word], given, without=("--num-epoch", "--wandb-key"))
+    inside = Path(sys.executable).is_relative_to(Path.cwd())
+    return shlex.join([os.path.relpath(sys.executable) if inside else sys.executable, *words])
 
 
-def _replaced(words: list[str], values: dict[str, str]) -> list[str]:
-    """A command line in which the flags of ``values`` have those values, whatever they had."""
+def _replaced(words: list[str], values: dict[str, str], without: tuple[str, ...] = ()) -> list[str]:
+    """A command line in which the flags of ``values`` have those values, whatever they had, and some are left out."""
     kept: list[str] = []
     skip = False
     for word in words:
@@ -101,7 +104,7 @@ def _replaced(words: list[str], values: dict[str, str]) -> list[str]:
             skip = False
             continue
         name = word.partition("=")[0]
-        if name in values:
+        if name in values or name in without:
             skip = "=" not in word
             continue
         kept.append(word)

@@ -45,7 +45,6 @@ class EvalDataset:
     input_key: str
     label_key: str | None
     rm_type: str | None
-    reward_key: str | None
 
 
 NUMBERS = {"int": (int,), "float": (int, float)}
@@ -60,7 +59,7 @@ def eval_datasets(config: Config) -> tuple[EvalDataset, ...]:
     flags = _from_flags(config)
     sets = [EvalDataset(name=name, path=path, **flags) for name, path in config.evaluation.eval_prompt_data]
     if config.evaluation.eval_config is not None:
-        sets += _from_file(config.evaluation.eval_config, flags)
+        sets += _from_file(config, config.evaluation.eval_config, flags)
     names = [each.name for each in sets]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -81,11 +80,10 @@ def _from_flags(config: Config) -> dict[str, Any]:
         "input_key": evaluation.eval_input_key,
         "label_key": evaluation.eval_label_key,
         "rm_type": config.reward.rm_type,
-        "reward_key": config.reward.eval_reward_key,
     }
 
 
-def _from_file(path: str, flags: Mapping[str, Any]) -> list[EvalDataset]:
+def _from_file(config: Config, path: str, flags: Mapping[str, Any]) -> list[EvalDataset]:
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file)
@@ -102,6 +100,8 @@ def _from_file(path: str, flags: Mapping[str, Any]) -> list[EvalDataset]:
     for number, entry in enumerate(body["datasets"]):
         where = f"--eval-config {path}: eval.datasets[{number}]"
         values = {**flags, **defaults, **_checked(where, entry)}
+        if config.hooks.custom_rm_path is not None and "rm_type" in {**defaults, **entry}:
+            raise UserError(f"{where}: rm_type has no effect beside --custom-rm-path, which grades every answer")
         missing = [key for key in ("name", "path") if key not in values]
         if missing:
             raise UserError(f"{where}: {missing[0]} is missing")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import re
 import types
 import typing
@@ -57,7 +58,7 @@ def to_float(raw: Any) -> float:
     if isinstance(raw, bool) or not isinstance(raw, int | float | str):
         raise ValueError(raw)
     value = float(raw)
-    if value != value:
+    if not math.isfinite(value):
         raise ValueError(raw)
     return value
 

@@ -3,7 +3,7 @@
     metrics.jsonl                   one JSON object a row: rollout_id, step, and metrics by name
     samples/rollout_0000012.jsonl   one object a sample: prompt, response, reward …
     samples/eval_NAME_0000020.jsonl the same for an evaluation
-    run_config.json                     the resolved configuration
+    run_config.json                 the resolved configuration
 
 Every row is on its way to the disk when ``log`` returns. A run that resumes first cuts metrics.jsonl back to where its
 checkpoint was made, so no rollout has two rows; files of samples are replaced when their rollout runs again.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +28,8 @@ from vime.rollout.conversion import PostProcess
 from vime.rollout.evaluation import EvalData, EvalSet, eval_metrics
 from vime.rollout.generate import SingleTurn
 from vime.rollout.hooks import custom_evaluation, custom_generate, custom_post_process, custom_rollout
-from vime.rollout.manager import EvalMetrics, Generate, RolloutManager, RolloutMetrics, Runner
-from vime.types import Group, Sample, SamplingParams
+from vime.rollout.manager import EvalMetrics, Generate, Rewarder, RolloutManager, RolloutMetrics, Runner
+from vime.types import Group, Sample, SamplingParams, WeightVersion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,8 @@ def load_prompts(config: Config) -> Prompts:
         UserError: a file, row, tokenizer or function cannot be used; one line each.
     """
     hooks = resolve_hooks(config)
+    max_context = _max_context(config)
+    config = _with_prompt_limit(config, max_context)
     tokenizer = load_tokenizer(config.checkpoint.hf_checkpoint)
     encoder = encoder_of(config, tokenizer)
     source = hooks.data_source(config.args) if hooks.data_source else PromptSource.from_config(config, encoder)
@@ -79,7 +82,20 @@ def load_prompts(config: Config) -> Prompts:
         eval_sources=tuple(
             (each, _eval_source(each, config, encoder, graded_by_rule)) for each in eval_datasets(config)
         ),
-        max_context=_max_context(config),
+        max_context=max_context,
+    )
+
+
+def _with_prompt_limit(config: Config, max_context: int) -> Config:
+    """Prompts that leave no room for a response are dropped at the start, with a count, instead of failing later."""
+    limit = max_context - 1
+    data, evaluation = config.data, config.evaluation
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(data, rollout_max_prompt_len=min(data.rollout_max_prompt_len or limit, limit)),
+        evaluation=dataclasses.replace(
+            evaluation, eval_max_prompt_len=min(evaluation.eval_max_prompt_len or limit, limit)
+        ),
     )
 
 
@@ -117,33 +133,44 @@ def make_pool(config: Config) -> GraderProcessPool:
     return GraderProcessPool(config.reward.rm_workers, config.reward.rm_timeout_s, preload=local)
 
 
+def make_hub(config: Config, prompts: Prompts, args: Args, pool: GraderPool) -> RewardHub:
+    """What gives samples their rewards; to be closed at the end."""
+    return RewardHub(
+        config.reward,
+        pool,
+        args=args,
+        custom_rm=prompts.hooks.custom_rm,
+        custom_rm_name=config.hooks.custom_rm_path or "",
+        resolve=lambda path: load_checked(path, "custom_rm_path of a sample", CONTRACTS["custom_rm_path"]),
+    )
+
+
 def make_manager(
-    config: Config, prompts: Prompts, args: Args, generator: Generator, pool: GraderPool, recorder: Recorder
+    config: Config,
+    prompts: Prompts,
+    args: Args,
+    generator: Generator,
+    rewarder: Rewarder,
+    recorder: Recorder,
+    version: Callable[[], WeightVersion],
 ) -> RolloutManager:
     """The manager of rollouts over engines that run already.
 
     Args:
         args: the flat view with the run-time values (address of the router) that users' functions get.
+        version: of the weights that the trainer has now.
     """
     hooks = prompts.hooks
     generate = _generate(prompts, args, generator)
-    hub = RewardHub(
-        config.reward,
-        pool,
-        args=args,
-        custom_rm=hooks.custom_rm,
-        custom_rm_name=config.hooks.custom_rm_path or "",
-        resolve=lambda path: load_checked(path, "custom_rm_path of a sample", CONTRACTS["custom_rm_path"]),
-    )
     concurrency = config.engine.vllm_server_concurrency * max(config.cluster.num_engines, 1)
     filters = hooks.rollout_sample_filter
     return RolloutManager(
         source=prompts.source,
-        runner=Runner(generate, hub, seed=config.data.rollout_seed, concurrency=concurrency),
+        runner=Runner(generate, rewarder, seed=config.data.rollout_seed, concurrency=concurrency),
         batch_size=config.rollout.rollout_batch_size,
         sampling=sampling_params(config),
         post_process=_post_process(config, hooks, args),
-        metrics=_rollout_metrics(config, hooks, args),
+        metrics=_rollout_metrics(config, hooks, args, version),
         recorder=recorder,
         eval_sets=[_eval_set(config, dataset, source) for dataset, source in prompts.eval_sources],
         eval_metrics=_eval_metrics(hooks, args),
@@ -194,27 +221,26 @@ def _eval_set(config: Config, dataset: EvalDataset, source: PromptSource) -> Eva
                 sample.metadata.setdefault("rm_type", dataset.rm_type)
         return fresh
 
-    base = sampling_params(config)
-    sampling = SamplingParams(
+    sampling = dataclasses.replace(
+        sampling_params(config),
         max_tokens=dataset.max_response_len,
         temperature=dataset.temperature,
         top_p=dataset.top_p,
         top_k=dataset.top_k,
         min_tokens=dataset.min_new_tokens,
-        stop=base.stop,
-        stop_token_ids=base.stop_token_ids,
-        skip_special_tokens=base.skip_special_tokens,
     )
-    score = functools.partial(Sample.score, reward_key=dataset.reward_key)
+    score = functools.partial(Sample.score, reward_key=config.reward.eval_reward_key)
     return EvalSet(name=dataset.name, groups=groups, sampling=sampling, score=score)
 
 
-def _rollout_metrics(config: Config, hooks: Hooks, args: Args) -> RolloutMetrics:
+def _rollout_metrics(config: Config, hooks: Hooks, args: Args, version: Callable[[], WeightVersion]) -> RolloutMetrics:
     score = functools.partial(Sample.score, reward_key=config.reward.reward_key)
     log = hooks.custom_rollout_log_function
 
     def metrics(rollout_id: int, groups: Sequence[Group], seconds: float) -> dict[str, float]:
-        found = rollout_metrics(groups, seconds, score=score, engine_slots=config.cluster.rollout_num_gpus)
+        found = rollout_metrics(
+            groups, seconds, score=score, engine_slots=config.cluster.rollout_num_gpus, version=version()
+        )
         samples = [sample for group in groups for sample in group]
         return {} if log is not None and log(rollout_id, args, samples, found, seconds) else found
 

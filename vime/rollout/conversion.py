@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
 from vime.errors import UserError
-from vime.types import GradeStatus, Group, InvalidSample, RolloutBatch, Sample, TrainSample
+from vime.types import GradeStatus, Group, InvalidSample, RolloutBatch, Sample, Status, TrainSample
 
 PostProcess = Callable[[list[Sample]], tuple[Sequence[float], Sequence[float]]]
 """Samples → (raw rewards, rewards to train on), equally long."""
@@ -16,7 +17,8 @@ def to_rollout_batch(rollout_id: int, groups: Sequence[Group], post_process: Pos
     """Validates and freezes the samples of one rollout, ordered by index.
 
     A sample whose grader failed has no reward: it takes no part in its group's baseline and its mask is zero, but it
-    keeps its place in the batch and so in the denominator. The same holds for a sample with an empty response.
+    keeps its place in the batch and so in the denominator. The same holds for a sample that failed or was aborted, and
+    for one with an empty response. Log-probs of the engine are kept only where every sample has them.
 
     Raises:
         UserError: not one sample has a reward.
@@ -27,13 +29,16 @@ def to_rollout_batch(rollout_id: int, groups: Sequence[Group], post_process: Pos
     if not graded:
         raise UserError(f"rollout {rollout_id}: no sample has a reward; the first: {_why_ungraded(samples)}")
     rewards = dict(zip(map(_order, graded), zip(*_checked(post_process, graded), strict=True), strict=True))
-    return RolloutBatch(rollout_id=rollout_id, samples=tuple(_freeze(s, rewards.get(_order(s))) for s in samples))
+    frozen = [_freeze(sample, rewards.get(_order(sample))) for sample in samples]
+    if any(sample.rollout_log_probs is None for sample in frozen):
+        frozen = [dataclasses.replace(sample, rollout_log_probs=None) for sample in frozen]
+    return RolloutBatch(rollout_id=rollout_id, samples=tuple(frozen))
 
 
 def is_graded(sample: Sample) -> bool:
-    """Whether the sample has a reward. A Grade that is an error is none."""
+    """Whether the sample has a reward to train on. A Grade that is an error is none, and a failed sample has none."""
     failed = sample.grade is not None and sample.grade.status is GradeStatus.ERROR
-    return sample.reward is not None and not failed
+    return sample.reward is not None and not failed and sample.ended_well
 
 
 def _order(sample: Sample) -> int:
@@ -58,13 +63,27 @@ def _checked(post_process: PostProcess, samples: list[Sample]) -> tuple[Sequence
     return raw, rewards
 
 
+def _placeholder(sample: Sample) -> Sample:
+    """Keeps the place of a sample that failed or has no response: its last token stands in for the response, masked.
+
+    It has log-probs where others have some, because the metrics of a step are the same for all its micro-batches.
+    """
+    if len(sample.tokens) < 2:
+        raise InvalidSample(f"{sample.name}: it has no response and no prompt to keep its place with")
+    return dataclasses.replace(
+        sample,
+        status=Status.COMPLETED,
+        response_length=1,
+        loss_mask=[0],
+        rollout_log_probs=None if sample.rollout_log_probs is None else [0.0],
+        weight_versions=[],
+    )
+
+
 def _freeze(sample: Sample, rewards: tuple[float, float] | None) -> TrainSample:
     """``rewards``: (raw, processed), or None for a sample without one."""
-    empty = sample.response_length == 0
-    if empty:  # nothing was sampled, so the last prompt token stands in for the response, masked
-        sample.response_length, sample.loss_mask, sample.weight_versions = 1, [0], []
-        # masked too, but there where others have some: the metrics of a step are the same for all its micro-batches
-        sample.rollout_log_probs = None if sample.rollout_log_probs is None else [0.0]
+    if sample.response_length == 0 or not sample.ended_well:
+        sample = _placeholder(sample)
     sample.validate()
     raw, reward = rewards if rewards is not None else (0.0, 0.0)
     trained = rewards is not None and not sample.remove_sample

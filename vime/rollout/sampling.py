@@ -1,7 +1,7 @@
 """The sampling loop: keeps groups in flight until enough of them are kept.
 
 Invariants:
-* every group taken from the source is either returned, or given to ``dropped``, or back in the source;
+* every group taken from the source is either returned or in ``dropped``, unless an error ends the call;
 * no task outlives ``collect``, whatever ends it;
 * the result is ordered by group index, so it does not depend on which answer came first.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from vime.errors import UserError
 from vime.ports import DataSource
 from vime.types import Group
 
@@ -52,7 +53,10 @@ class SamplingLoop:
     def _submit(self, count: int, in_flight: dict[asyncio.Task[Group], Group]) -> None:
         if count <= 0:
             return
-        for group in self._source.get_samples(count):
+        groups = self._source.get_samples(count)
+        if not groups:
+            raise UserError(f"the data source gave no groups where {count} were wanted")
+        for group in groups:
             in_flight[asyncio.ensure_future(self._run_group(group))] = group
 
 

@@ -1,7 +1,7 @@
 """Megatron's model, optimizer and learning-rate scheduler, from the shape of the model and the configuration.
 
-What the user gave as a Megatron flag (``config.megatron``) wins over what is derived here; each value goes to the
-Megatron configuration classes that have a field of its name.
+What the user gave as a Megatron flag (``config.megatron``) goes to the Megatron configuration classes that have a
+field of its name; where vime needs a certain value, another one is an error.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from vime.config import Config
+from vime.errors import UserError
 from vime.models import ModelShape
 from vime.platform import current
 from vime.platform.megatron_adam import use_adam
@@ -179,10 +180,16 @@ def build_scheduler(optimizer: Any, config: Config, *, total_steps: int) -> Opti
         end_wd=ours.weight_decay,
         wd_incr_steps=max(decay, 1),
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # a resumed run follows the flags that it is given
     )
 
 
 def _fields_of(kind: type[Any], given: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:
     """What the user gave for this Megatron class, without what vime derives: there its own flags decide."""
     known = {field.name for field in dataclasses.fields(kind)}
+    for name in known & given.keys() & derived.keys():
+        if given[name] != derived[name]:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} {given[name]} cannot be given: vime needs {derived[name]} there")
     return {name: value for name, value in given.items() if name in known and name not in derived}

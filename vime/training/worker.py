@@ -174,7 +174,9 @@ class TrainWorker:
         load_weights(point.directory, self.chunks)
 
     def _total_steps(self) -> int:
-        return (self.config.rollout.num_rollout or 1) * self.config.batch.num_steps_per_rollout
+        rollouts = self.config.rollout.num_rollout
+        assert rollouts is not None, "the driver knows how many rollouts the run has"
+        return rollouts * self.config.batch.num_steps_per_rollout
 
     def _start_info(self, resume: ResumePoint | None) -> StartInfo:
         given = self.config.checkpoint.start_rollout_id

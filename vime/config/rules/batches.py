@@ -53,9 +53,9 @@ def share_of_each_rank(config: Config) -> Iterator[Violation]:
         return
     ranks = world // model
     if config.batch.use_dynamic_batch_size:
-        if size < ranks:
+        if size % ranks:
             yield Violation(
-                f"--global-batch-size {size} is less than one sample for each of the {ranks} data-parallel ranks "
+                f"--global-batch-size {size} must be a multiple of the {ranks} data-parallel ranks "
                 f"({world} training slots / {model})",
                 ABOUT,
             )

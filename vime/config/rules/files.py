@@ -49,10 +49,14 @@ def load_is_a_root(config: Config) -> Iterator[Violation]:
             yield Violation(f"{flag} {given}: give the root {Path(given).parent}, and --ckpt-step to pick a step")
 
 
+def _same_folder(save: str, load: str | None) -> bool:
+    return load is not None and Path(save).resolve() == Path(load).resolve()
+
+
 def save_is_free(config: Config) -> Iterator[Violation]:
     """A run never writes among an older run's checkpoints unless it resumes."""
     checkpoint = config.checkpoint
-    if checkpoint.save is None or checkpoint.load is not None:
+    if checkpoint.save is None or _same_folder(checkpoint.save, checkpoint.load):
         return
     folder = Path(checkpoint.save)
     if folder.is_file():

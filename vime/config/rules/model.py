@@ -39,6 +39,7 @@ EXPECTED: Mapping[str, tuple[str, Expected]] = {
     "gated_linear_unit": ("--gated-linear-unit", lambda shape: True),
     "add_bias_linear": ("--add-bias-linear", lambda shape: False),
     "rotary_percent": ("--rotary-percent", lambda shape: 1.0),
+    "num_moe_experts": ("--num-experts", lambda shape: None),
 }
 """By the key in ``config.megatron``: how to call the flag, and what the model says. Every supported family has RMSNorm,
 SwiGLU without biases, and full rotary positions."""

@@ -15,6 +15,7 @@ ONLY: Mapping[str, Any] = {
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
+    "rollout_num_gpus_per_engine": 1,
     "ckpt_format": "torch_dist",
     "kl_coef": 0.0,
     "attention_backend": "auto",
