@@ -1,10 +1,23 @@
 """The work that both sides do."""
 
+from pathlib import Path
+
 import pytest
 
+from bench import work as bench_work
 from bench.measures.overhead_share import STEPS, summarize
 from bench.measures.train_ratio import DEMO, DISTINCT, LONG, check_same_work
 from bench.work import MODEL, TrainingWork, demo_config, demo_flags
+from tests.tiny import make_model
+
+
+@pytest.fixture
+def tiny_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The demo's flags over a model and prompts that need no download."""
+    make_model(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1 =", "label": "2"}\n')
+    monkeypatch.setattr(bench_work, "MODEL", tmp_path / "model")
+    monkeypatch.setattr(bench_work, "TASK", tmp_path)
 
 
 def test_the_work_is_the_demos_without_its_own_length_and_checkpoints() -> None:
@@ -14,12 +27,14 @@ def test_the_work_is_the_demos_without_its_own_length_and_checkpoints() -> None:
     assert not {"--save", "$RUN", "--num-rollout", "--eval-interval", "scripts/eval-arithmetic.yaml"} & set(flags)
 
 
+@pytest.mark.usefixtures("tiny_demo")
 def test_vime_accepts_the_flags() -> None:
     config = demo_config()
     assert config.batch.global_batch_size == DEMO.samples == DISTINCT.samples
     assert config.batch.use_dynamic_batch_size
 
 
+@pytest.mark.usefixtures("tiny_demo")
 @pytest.mark.parametrize("work", [DEMO, DISTINCT, LONG])
 def test_a_step_trains_on_2048_tokens_in_equal_micro_batches(work: TrainingWork) -> None:
     max_tokens = demo_config().batch.max_tokens_per_gpu
