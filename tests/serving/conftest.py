@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,11 +74,21 @@ def tied_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     yield from serve(make_model(folder / "model", "llama", tied=True), folder)
 
 
+def exported(model: Path, scratch: Path) -> Path:
+    """The model after the way through Megatron's format and back, as users take it: vLLM must be able to load that."""
+    megatron, back = scratch / "megatron", scratch / "exported"
+    there = ["tools/convert_hf_to_torch_dist.py", "--hf-checkpoint", model, "--save", megatron]
+    again = ["tools/convert_torch_dist_to_hf.py", "--input-dir", megatron / "iter_0000000", "--output-dir", back]
+    for command in (there, [*again, "--origin-hf-dir", model]):
+        subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True)
+    return back
+
+
 @pytest.fixture(scope="session")
 def untied_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A Qwen2, which has an output layer of its own, and biases in its attention."""
+    """A Qwen2, which has an output layer of its own, and biases in its attention; exported from Megatron's format."""
     folder = tmp_path_factory.mktemp("untied")
-    yield from serve(make_model(folder / "model", "qwen2", tied=False), folder)
+    yield from serve(exported(make_model(folder / "model", "qwen2", tied=False), folder), folder)
 
 
 @pytest.fixture
