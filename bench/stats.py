@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,7 @@ def by_turns(sides: Mapping[str, Callable[[], float]], *, turns: int, warm_ups: 
     for _ in range(warm_ups + turns):
         for name, side in sides.items():
             values[name].append(side())
+            print(f"{name}: {values[name][-1]:.5g}", file=sys.stderr, flush=True)  # for the log of the measure
     return {name: Spread(tuple(found[warm_ups:])) for name, found in values.items()}
 
 
