@@ -115,6 +115,7 @@ def _build_chunk(
         **fields,
     )
     model.tokens_in_vocabulary = shape.vocab_size
+    model.to(current().device())  # Megatron makes its own layers there, ours start on the CPU
     return Float16Module(megatron, model) if megatron.bf16 or megatron.fp16 else model
 
 
