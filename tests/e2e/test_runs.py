@@ -10,6 +10,8 @@ import pytest
 
 from tests.e2e.harness import Run
 
+pytestmark = pytest.mark.timeout(900)  # whole runs on a busy machine; each wait has a deadline of its own
+
 SAMPLE_KEYS = ("index", "group_index", "prompt", "response", "reward", "status", "weight_versions")
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """They look for their killed cluster for a minute before they end by themselves."""
