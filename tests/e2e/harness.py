@@ -95,7 +95,7 @@ class Run:
         end = time.monotonic() + 30
         while time.monotonic() < end:
             alive = [each for each in self._tree.values() if is_alive(each) and not command_of(each).startswith(but)]
-            files = shared_memory() - self._shm
+            files = shared_memory() - self._shm - mapped_by_somebody()
             if not alive and not files:
                 return
             time.sleep(0.2)
@@ -128,3 +128,15 @@ def is_alive(process: psutil.Process) -> bool:
 
 def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
+
+
+def mapped_by_somebody() -> set[str]:
+    """Files of shared memory that living processes use: when those of the run are gone, these are of others."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        found.update(line.rpartition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line)
+    return found
