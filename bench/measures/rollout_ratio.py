@@ -22,7 +22,7 @@ from vime.serving.client import RouterClient
 from vime.serving.control import EngineControl
 from vime.serving.router import RouterServer
 
-PAIRS = 5
+PAIRS = 4
 RESPONSE = 64  # tokens
 SHORT_RESPONSE = 8  # the demo's
 

@@ -23,7 +23,7 @@ DEMO = TrainingWork(samples=64, prompt=24, response=8)  # the demo's samples, fi
 DISTINCT = TrainingWork(samples=64, prompt=24, response=8, group=1)
 LONG = TrainingWork(samples=8, prompt=128, response=128)
 MODES = ("autocast", "copy")
-PAIRS = 4
+PAIRS = 3
 TOLERANCE = 0.15  # of the first gradient norms; bf16 moves them by up to a tenth, on either side, against fp32
 
 
