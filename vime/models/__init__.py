@@ -5,6 +5,16 @@ Neither megatron nor transformers is imported here. A new family is one file in 
 
 from vime.models.family import load_shape, weight_map
 from vime.models.rules import HfTensor, WeightRule
-from vime.models.shape import ModelShape, RopeScaling
+from vime.models.shape import MlaShape, ModelShape, MoeShape, RopeScaling, YarnScaling
 
-__all__ = ["HfTensor", "ModelShape", "RopeScaling", "WeightRule", "load_shape", "weight_map"]
+__all__ = [
+    "HfTensor",
+    "MlaShape",
+    "ModelShape",
+    "MoeShape",
+    "RopeScaling",
+    "WeightRule",
+    "YarnScaling",
+    "load_shape",
+    "weight_map",
+]

@@ -92,4 +92,6 @@ class WeightRule:
     tp_dim: int | None = None  # dimension of every HF tensor that tensor parallelism cuts; None: each rank has all
     vocabulary: bool = False  # rows are tokens: padded with zeros at the end before the cut
     layer: int | None = None  # the decoder layer that it belongs to
+    expert: int | None = None  # the expert that it belongs to; experts are spread over expert-parallel ranks, and
+    # ``tp_dim`` is then cut by expert tensor parallelism
     copies: tuple[str, ...] = ()  # further Megatron parameters with the same value, where a pipeline stage has them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,10 +17,50 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """YaRN's stretching of rotary frequencies (https://arxiv.org/abs/2309.00071), as DeepSeek uses it."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeShape:
+    """The mixture-of-experts layers of a model: a router that sends each token to ``top_k`` of ``num_experts``."""
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int  # of one expert
+    dense_layers: frozenset[int]  # layers (from 0) that have an ordinary MLP instead
+    shared_ffn_hidden_size: int | None = None  # of the expert that sees every token; None: there is none
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_weights: bool = True  # the weights of the chosen experts sum to 1 (before ``scaling_factor``)
+    scaling_factor: float = 1.0
+    expert_bias: bool = False  # added to the scores when experts are chosen, not when they are weighed
+    num_groups: int = 1  # experts are chosen from the best ``top_k_groups`` of these groups
+    top_k_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaShape:
+    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434)."""
+
+    q_lora_rank: int | None  # None: queries are projected from the hidden state directly
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The sizes and switches of one decoder-only model, read from its config.json.
 
-    Every supported family has RMSNorm before attention and MLP, rotary positions, grouped queries and SwiGLU.
+    Every supported family has RMSNorm before attention and MLP, rotary positions and SwiGLU.
     """
 
     architecture: str  # as config.json names it, e.g. "Qwen3ForCausalLM"
@@ -33,11 +73,18 @@ class ModelShape:
     kv_channels: int  # width of one head
     norm_epsilon: float
     rotary_base: float
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | YarnScaling | None = None
+    rotary_percent: float = 1.0  # of the channels of a head that are rotated, from the first on
+    rotary_interleaved: bool = False  # channel 2i is rotated with 2i + 1, not i with i + half
     max_position_embeddings: int
     tie_word_embeddings: bool = False  # the output layer is the embedding
     qk_layernorm: bool = False  # RMSNorm on each query and key head
     add_qkv_bias: bool = False
+    post_norms: bool = False  # RMSNorm also behind attention and MLP, before the residual is added
+    moe: MoeShape | None = None
+    mla: MlaShape | None = None
+    num_mtp_layers: int = 0  # layers that predict further tokens (multi-token prediction), behind the decoder
+    longest_exact_context: int | None = None  # beyond it sparse attention would differ from dense; None: never
     dtype: str = "bfloat16"  # of the HF weights, as config.json says
 
     @property

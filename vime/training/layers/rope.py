@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vime.models import RopeScaling
+from vime.models import RopeScaling, YarnScaling
 
 __all__ = ["Rope", "RopeTable", "rotate"]
 
@@ -33,12 +33,13 @@ class Rope:
 
     head_dim: int
     base: float
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling | YarnScaling | None = None
 
     def frequencies(self) -> Tensor:
         """Radians a position, float32 [D/2]."""
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
         plain = 1.0 / self.base**exponents
+        assert not isinstance(self.scaling, YarnScaling), "no family with YaRN is registered yet"
         return plain if self.scaling is None else _stretched(plain, self.scaling)
 
     def table(self, positions_t: Tensor, dtype: torch.dtype) -> RopeTable:
