@@ -14,7 +14,7 @@ QWEN3 = {
     "head_dim": 32,
     "hidden_act": "silu",
     "hidden_size": 64,
-    "intermediate_size": 128,
+    "intermediate_size": 192,
     "max_position_embeddings": 1024,
     "model_type": "qwen3",
     "num_attention_heads": 6,

@@ -19,7 +19,7 @@ EXPECTED_MODELS = {
 }
 
 RIGHT = """
-    --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 6 --group-query-attention
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 6 --group-query-attention
     --num-query-groups 2 --kv-channels 32 --vocab-size 512 --swiglu --disable-bias-linear --normalization RMSNorm
     --norm-epsilon 1e-6 --use-rotary-position-embeddings --rotary-base 1000000 --qk-layernorm
 """
@@ -34,7 +34,7 @@ def test_flags_that_repeat_config_json_are_right(flags):
     [
         ("--num-layers 3", "--num-layers 3 differs from {config}, which says 2"),
         ("--hidden-size 128", "--hidden-size 128 differs from {config}, which says 64"),
-        ("--ffn-hidden-size 1", "--ffn-hidden-size 1 differs from {config}, which says 128"),
+        ("--ffn-hidden-size 1", "--ffn-hidden-size 1 differs from {config}, which says 192"),
         ("--num-attention-heads 2", "--num-attention-heads 2 differs from {config}, which says 6"),
         ("--num-query-groups 1", "--num-query-groups 1 differs from {config}, which says 2"),
         ("--kv-channels 64", "--kv-channels 64 differs from {config}, which says 32"),

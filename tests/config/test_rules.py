@@ -67,6 +67,12 @@ RULES = {
         "--recompute-granularity full needs --recompute-method and --recompute-num-layers, e.g. uniform and 1"
     ),
     "--recompute-method uniform": "--recompute-method needs --recompute-granularity full",
+    "--recompute-granularity selective --recompute-num-layers 1": (
+        "--recompute-num-layers needs --recompute-granularity full"
+    ),
+    "--recompute-modules mlp": "--recompute-modules needs --recompute-granularity selective",
+    "--overlap-param-gather": "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
+    "--overlap-param-gather --overlap-grad-reduce": "--overlap-param-gather needs --use-distributed-optimizer",
     "--fp16 --fp32": "exactly one of --bf16, --fp16 and --fp32 must hold, not --fp16 and --fp32",
     "--bf16 --fp32": "exactly one of --bf16, --fp16 and --fp32 must hold, not --bf16 and --fp32",
     "--no-bf16": "exactly one of --bf16, --fp16 and --fp32 must hold, not none",
@@ -84,13 +90,14 @@ RULES = {
     "--no-colocate --rollout-num-gpus 6 --rollout-num-gpus-per-engine 6 --num-gpus-per-node 4": (
         "--rollout-num-gpus-per-engine 6 must fit into a node (--num-gpus-per-node 4) or be a multiple of it"
     ),
+    "--rollout-num-gpus-per-engine 4 --actor-num-gpus-per-node 4": (
+        "--rollout-num-gpus-per-engine 4 does not divide the model's 6 attention heads; nearest that work: 1 or 2"
+    ),
     "--actor-num-gpus-per-node 16": ("--actor-num-gpus-per-node 16 is more than a node has (--num-gpus-per-node 8)"),
     # what this version cannot do yet
     "--ckpt-format torch": "--ckpt-format torch is not yet supported by this version (only torch_dist is)",
     "--kl-coef 0.1 --ref-load {model}": "--kl-coef 0.1 is not yet supported by this version (only 0.0 is)",
-    "--expert-model-parallel-size 2": (
-        "--expert-model-parallel-size 2 is not yet supported by this version (only 1 is)"
-    ),
+    "--attention-backend flash": "--attention-backend flash is not yet supported by this version (only auto is)",
     # the reference model
     "--use-kl-loss": "--use-kl-loss needs a reference model: give --ref-load (--ref-load {model} will do)",
     "--kl-loss-coef 0.1 --ref-load {model}": "--kl-loss-coef 0.1 needs --use-kl-loss",
@@ -134,10 +141,6 @@ def test_the_message_of_a_rule(flags, model_dir, tmp_path, words, message):
     assert lines == (message.format(**places),)
 
 
-def test_sequence_parallel_needs_tensor_parallelism(flags):
-    assert "--sequence-parallel needs --tensor-model-parallel-size above 1" in said(flags("--sequence-parallel"))
-
-
 def test_evaluation_file(flags, tmp_path):
     path = tmp_path / "eval.yaml"
     path.write_text("eval:\n  datasets:\n    - name: a\n")
@@ -150,17 +153,6 @@ def test_files_of_the_evaluation_file(flags, tmp_path, prompt_file):
     path.write_text(f"eval:\n  datasets:\n    - {{name: a, path: {prompt_file}}}\n    - {{name: b, path: b.jsonl}}\n")
     (message,) = said(flags("--eval-interval", "1", "--eval-config", str(path)))
     assert message == f"--eval-config {path}: b b.jsonl: no such file"
-
-
-def test_tensor_parallelism_must_divide_heads_and_slots(flags):
-    messages = said(flags("--tensor-model-parallel-size", "4", "--actor-num-gpus-per-node", "6"))
-    assert messages == (
-        "6 training slots (--actor-num-nodes x --actor-num-gpus-per-node) must be a multiple of tensor x pipeline x "
-        "context parallel size = 4",
-        "--tensor-model-parallel-size 4 is not yet supported by this version (only 1 is)",
-        "--tensor-model-parallel-size 4 does not divide the model's 6 attention heads",
-        "--tensor-model-parallel-size 4 does not divide the model's 2 key/value heads",
-    )
 
 
 def test_debugging_only_one_side(flags):

@@ -25,7 +25,7 @@ from vime.models.hf_folder import check_replaceable
 
 __all__ = ["hf_to_torch_dist", "torch_dist_to_hf"]
 
-RULES = (files.hf_checkpoint, layout.precision, model.matches_config_json, model.heads_by_rank)
+RULES = (files.hf_checkpoint, layout.precision, layout.layout, model.matches_config_json)
 PRECISION_FLAGS = {"bfloat16": "--bf16", "float16": "--fp16", "float32": "--fp32"}
 EMBEDDING = "embedding.word_embeddings.weight"
 CONVERTED = 0  # the iteration under which converted weights are stored
@@ -102,7 +102,9 @@ def _config(argv: Sequence[str]) -> Config:
 
 
 def _default_flags(argv: Sequence[str]) -> Iterator[str]:
-    """The dtype of the HF weights, and ranks as pipeline stages."""
+    """How many ranks there are, the dtype of the HF weights, and ranks as pipeline stages."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    yield from ("--actor-num-nodes", "1", "--actor-num-gpus-per-node", str(ranks))
     config = resolve(argv).config
     hf_dir = config.checkpoint.hf_checkpoint
     if not hf_dir or not Path(hf_dir).is_dir():
@@ -110,7 +112,6 @@ def _default_flags(argv: Sequence[str]) -> Iterator[str]:
     shape = load_shape(hf_dir)
     if not any(flag in argv for flag in PRECISION_FLAGS.values()) and shape.dtype in PRECISION_FLAGS:
         yield PRECISION_FLAGS[shape.dtype]
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1 and config.parallel.model_parallel_size == 1:
         if shape.num_layers % ranks:
             raise UserError(

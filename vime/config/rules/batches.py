@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from vime.config.config import Config
+from vime.config.layouts import Layout
 from vime.config.rules.base import Violation, known
 
 ABOUT = ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout")
@@ -47,24 +49,33 @@ def whole_steps(config: Config) -> Iterator[Violation]:
 
 
 def share_of_each_rank(config: Config) -> Iterator[Violation]:
-    world, model = config.cluster.train_world_size, config.parallel.model_parallel_size
+    layout = Layout.of(config)
+    if layout.world >= 1 and layout.model >= 1 and layout.world % layout.model == 0:
+        message = uneven_shares(config, layout)
+        if message is not None:
+            yield Violation(message, (*ABOUT, "micro_batch_size"))
+
+
+def uneven_shares(config: Config, layout: Layout) -> str | None:
+    """Why the samples of a step cannot be dealt to the data-parallel ranks of a layout; None if they can.
+
+    Every rank has as many micro-batches as the others; an interleaved pipeline takes as many at a time as it has ranks.
+    """
     size, micro = config.batch.global_batch_size, config.batch.micro_batch_size
-    if world < 1 or model < 1 or world % model or not known(size) or size < 1 or micro < 1:
-        return
-    ranks = world // model
-    if config.batch.use_dynamic_batch_size:
-        if size % ranks:
-            yield Violation(
-                f"--global-batch-size {size} must be a multiple of the {ranks} data-parallel ranks "
-                f"({world} training slots / {model})",
-                ABOUT,
-            )
-    elif size % (micro * ranks):
-        yield Violation(
-            f"--global-batch-size {size} must be a multiple of --micro-batch-size {micro} x {ranks} data-parallel "
-            f"ranks = {micro * ranks}; or pack by --use-dynamic-batch-size",
-            (*ABOUT, "micro_batch_size"),
-        )
+    if not known(size) or size < 1 or micro < 1:
+        return None
+    packed = config.batch.use_dynamic_batch_size
+    factors = [] if packed else [(micro, f"--micro-batch-size {micro}")]
+    factors.append((layout.data, f"{layout.data} data-parallel ranks"))
+    if layout.virtual > 1:
+        factors.append((layout.pipeline, f"{layout.pipeline} micro-batches at a time in an interleaved pipeline"))
+    multiple = math.prod(number for number, _ in factors)
+    if size % multiple == 0:
+        return None
+    names = " x ".join(name for _, name in factors)
+    total = f" = {multiple}" if len(factors) > 1 else f" ({layout.world} training slots / {layout.model})"
+    rest = "" if packed else "; or pack by --use-dynamic-batch-size"
+    return f"--global-batch-size {size} must be a multiple of {'' if len(factors) > 1 else 'the '}{names}{total}{rest}"
 
 
 RULES = (whole_steps, share_of_each_rank)

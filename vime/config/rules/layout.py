@@ -5,16 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vime.config.config import Config
-from vime.config.rules.base import Violation, known
+from vime.config.layouts import Layout, described, nearest, problems
+from vime.config.rules.base import Violation, known, option
+from vime.config.rules.batches import uneven_shares
+from vime.config.rules.model import shape_or_none
 
 
-def training_slots(config: Config) -> Iterator[Violation]:
-    world, model = config.cluster.train_world_size, config.parallel.model_parallel_size
-    if world >= 1 and model >= 1 and world % model:
-        yield Violation(
-            f"{world} training slots (--actor-num-nodes x --actor-num-gpus-per-node) must be a multiple of "
-            f"tensor x pipeline x context parallel size = {model}"
-        )
+def layout(config: Config) -> Iterator[Violation]:
+    """All reasons in one line, with what would work instead."""
+    given = Layout.of(config)
+    if given.world < 1 or min(_sizes(given)) < 1:
+        return
+    shape = shape_or_none(config)
+    reasons = list(problems(given, shape))
+    if reasons:
+        found = nearest(given, shape, fits=lambda each: uneven_shares(config, each) is None)
+        yield Violation(f"{'; '.join(reasons)}; nearest that work: {described(given, found)}")
+
+
+def _sizes(layout: Layout) -> tuple[int, ...]:
+    return layout.tensor, layout.pipeline, layout.virtual, layout.context, layout.expert, layout.expert_tensor_size
 
 
 def engine_slots(config: Config) -> Iterator[Violation]:
@@ -47,9 +57,14 @@ def node_slots(config: Config) -> Iterator[Violation]:
         yield Violation(f"--actor-num-gpus-per-node {each} is more than a node has (--num-gpus-per-node {node})")
 
 
-def sequence_parallel(config: Config) -> Iterator[Violation]:
-    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
-        yield Violation("--sequence-parallel needs --tensor-model-parallel-size above 1")
+def overlaps(config: Config) -> Iterator[Violation]:
+    """Megatron gathers parameters ahead of their use only where the distributed optimizer has cut them up."""
+    if not config.megatron.get("overlap_param_gather"):
+        return
+    missing = [] if config.parallel.use_distributed_optimizer else ["--use-distributed-optimizer"]
+    missing += [] if config.megatron.get("overlap_grad_reduce") else ["--overlap-grad-reduce"]
+    if missing:
+        yield Violation(f"--overlap-param-gather needs {' and '.join(missing)}")
 
 
 def precision(config: Config) -> Iterator[Violation]:
@@ -65,10 +80,14 @@ def recomputation(config: Config) -> Iterator[Violation]:
     granularity = parallel.recompute_granularity
     missing = [name for name in ("recompute_method", "recompute_num_layers") if getattr(parallel, name) is None]
     if granularity == "full" and missing:
-        flags = " and ".join("--" + name.replace("_", "-") for name in missing)
+        flags = " and ".join(map(option, missing))
         yield Violation(f"--recompute-granularity full needs {flags}, e.g. uniform and 1", tuple(missing))
-    if granularity != "full" and parallel.recompute_method is not None:
-        yield Violation("--recompute-method needs --recompute-granularity full", ("recompute_granularity",))
+    if granularity != "full":
+        for name in ("recompute_method", "recompute_num_layers"):
+            if getattr(parallel, name) is not None:
+                yield Violation(f"{option(name)} needs --recompute-granularity full", ("recompute_granularity",))
+    if granularity != "selective" and config.megatron.get("recompute_modules") is not None:
+        yield Violation("--recompute-modules needs --recompute-granularity selective", ("recompute_granularity",))
 
 
 def debug_modes(config: Config) -> Iterator[Violation]:
@@ -98,10 +117,10 @@ def one_kl(config: Config) -> Iterator[Violation]:
 
 
 RULES = (
-    training_slots,
+    layout,
     engine_slots,
     node_slots,
-    sequence_parallel,
+    overlaps,
     precision,
     recomputation,
     debug_modes,

@@ -84,19 +84,36 @@ def _vocabulary(config: Config, shape: ModelShape, where: Path) -> Iterator[Viol
         yield Violation(f"--vocab-size {given} is less than the {shape.vocab_size} of {where}", ("vocab_size",))
 
 
-def heads_by_rank(config: Config) -> Iterator[Violation]:
-    shape, size = _shape_or_none(config), config.parallel.tensor_model_parallel_size
-    if shape is None or size < 1:
+def engine_layout(config: Config) -> Iterator[Violation]:
+    """vLLM cuts attention heads and MLPs; key/value heads may also be fewer than ranks, which then share them."""
+    shape, size, slots = (
+        shape_or_none(config),
+        config.cluster.rollout_num_gpus_per_engine,
+        config.cluster.rollout_num_gpus,
+    )
+    if shape is None or not known(slots) or size < 1 or slots < 1:
         return
-    for what, heads in (("attention heads", shape.num_attention_heads), ("key/value heads", shape.num_query_groups)):
-        if heads % size:
-            yield Violation(f"--tensor-model-parallel-size {size} does not divide the model's {heads} {what}")
-    engine = config.cluster.rollout_num_gpus_per_engine
-    if engine >= 1 and shape.num_attention_heads % engine:
+    missed = engine_misses(shape, size)
+    if missed:
+        sizes = [each for each in range(1, slots + 1) if slots % each == 0 and not engine_misses(shape, each)]
+        offer = " or ".join(map(str, sorted(sorted(sizes, key=lambda each: (abs(each - size), -each))[:2])))
         yield Violation(
-            f"--rollout-num-gpus-per-engine {engine} does not divide the model's {shape.num_attention_heads} "
-            "attention heads"
+            f"--rollout-num-gpus-per-engine {size} does not divide the model's {' and '.join(missed)}; nearest that "
+            f"work: {offer}"
         )
+
+
+def engine_misses(shape: ModelShape, size: int) -> list[str]:
+    """What an engine of ``size`` slots cannot cut."""
+    cut = [("attention heads", shape.num_attention_heads)]
+    groups = shape.num_query_groups
+    if shape.mla is None and not (size > groups and size % groups == 0):
+        cut.append(("key/value heads", groups))
+    if shape.moe is None or shape.moe.dense_layers:
+        cut.append(("channels of an MLP", shape.ffn_hidden_size))
+    if shape.moe is not None:
+        cut.append(("channels of an expert", shape.moe.ffn_hidden_size))
+    return [f"{number} {what}" for what, number in cut if number % size]
 
 
 def prompts_fit(config: Config) -> Iterator[Violation]:
@@ -126,16 +143,16 @@ def _context_limits(config: Config, context: int | None) -> Iterator[tuple[str, 
     engine = human_int(config.vllm.get("max_model_len"))
     if engine is not None:
         yield "--vllm-max-model-len", engine
-    shape = _shape_or_none(config)
+    shape = shape_or_none(config)
     if shape is not None and engine is None:
         yield "the model's context", shape.max_position_embeddings
 
 
-def _shape_or_none(config: Config) -> ModelShape | None:
+def shape_or_none(config: Config) -> ModelShape | None:
     try:
         return shape_of(config)
     except UserError:
         return None
 
 
-RULES = (matches_config_json, heads_by_rank, prompts_fit, context_fits)
+RULES = (matches_config_json, engine_layout, prompts_fit, context_fits)
