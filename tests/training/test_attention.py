@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from vime.training.layers import attention
 from vime.training.layers.attention import attend
+from vime.training.layers.context import ContextPart
 from vime.training.layers.rope import Rope, rotate
 from vime.training.layers.segments import Segments, group_segments
 
@@ -50,15 +51,15 @@ def test_values_and_gradients_are_those_of_each_segment_alone(
 def test_segments_of_one_length_are_taken_as_they_lie() -> None:
     (group,) = group_segments(((4,), (4,), (4,)), CPU)
     assert group.whole
-    assert group.length == 4
+    assert group.queries.length == 4
 
 
 def test_a_group_has_at_most_a_quarter_of_padding() -> None:
     lengths = (10, 9, 8, 7, 6, 5, 4, 3, 2, 1)
     groups = group_segments(tuple((n,) for n in lengths), CPU)
     for group in groups:
-        assert len(group.tokens) >= 0.75 * len(group.cells)
-    together = torch.cat([group.tokens for group in groups])
+        assert len(group.queries.tokens) >= 0.75 * len(group.queries.index)
+    together = torch.cat([group.queries.tokens for group in groups])
     assert together.sort().values.tolist() == list(range(sum(lengths)))
 
 
@@ -87,3 +88,42 @@ def test_rotation_is_undone_by_its_gradient() -> None:
     out = rotate(x, table)
     assert not torch.allclose(out[1:], x[1:])
     torch.testing.assert_close(torch.autograd.grad(out, x, out.detach())[0], x, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("direct_length", [0, 1000], ids=["kernel", "products"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_parts_of_context_parallel_ranks_make_the_whole(
+    ranks: int, direct_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank attends from its own tokens to the keys of all; values are wider than keys here."""
+    monkeypatch.setattr(attention, "DIRECT_LENGTH", direct_length)
+    lengths = (1, 9, 3, 8, 30, 2, 7)
+    trees = tuple((n,) for n in lengths)
+    query, key, _ = make_inputs(60)
+    value = torch.randn(60, GROUPS, 2 * WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    parts = [ContextPart(rank, ranks) for rank in range(ranks)]
+    order = torch.cat([part.tokens(60) for part in parts])
+    assert order.sort().values.tolist() == list(range(60))
+    assert torch.equal(order[parts[0].places(60)], torch.arange(60))
+    gathered = [key[order], value[order]]  # what the ranks' communication brings
+    outputs = [attend(query[part.tokens(60)], *gathered, Segments.of(trees, CPU, part)) for part in parts]
+    found = torch.cat(outputs)[parts[0].places(60)]
+    expected = each_alone([query, key, value], lengths)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    upstream = torch.randn_like(expected)
+    for one, other in zip(
+        torch.autograd.grad(found, [query, key, value], upstream),
+        torch.autograd.grad(expected, [query, key, value], upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_offsets_of_a_part_are_those_of_its_runs() -> None:
+    """Eight tokens on two ranks: the second has the tokens 2 to 5, of segments that begin at 0 and at 3."""
+    segments = Segments.of(((3,), (5,)), CPU, ContextPart(1, 2))
+    assert segments.cu_seqlens_q.tolist() == [0, 1, 2, 4]
+    assert segments.cu_seqlens_kv.tolist() == [0, 3, 4, 7]
+    assert (segments.max_seqlen_q, segments.max_seqlen_kv) == (2, 3)
+    # Gathered, the tokens lie as 0 1 6 7 2 3 4 5: the keys 0 1 2, then 3, then 3 4 5.
+    assert segments.keys_of_runs.tokens.tolist() == [0, 1, 4, 5, 5, 6, 7]

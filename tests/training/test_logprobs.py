@@ -89,3 +89,11 @@ def test_a_second_backward_computes_the_logits_again() -> None:
 def test_the_last_shard_of_an_uneven_vocabulary_is_shorter() -> None:
     assert Vocabulary.shard(total=50, rows=26, rank=0, group=None) == Vocabulary(0, 26)
     assert Vocabulary.shard(total=50, rows=26, rank=1, group=None) == Vocabulary(26, 24)
+
+
+def test_a_rank_that_has_nothing_to_predict_has_gradients_of_zero() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    answer = token_log_probs(hidden[:0], weight, targets[:0], Vocabulary(0, VOCABULARY))
+    assert answer.log_probs_t.shape == (0,)
+    found = torch.autograd.grad(answer.log_probs_t.sum() + answer.entropy_t.sum(), (hidden, weight))
+    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in found)

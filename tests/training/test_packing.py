@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.training.harness import make_samples
+from vime.training.layers.context import ContextPart
 from vime.training.packing import Packer
 from vime.types import InvalidSample, TrainSample
 
@@ -33,7 +34,7 @@ def test_response_tokens_are_predicted_from_the_token_before() -> None:
     pack = PACKER.pack([sample((10, 11, 12, 13), 2), sample((20, 21, 22), 1)])
     assert pack.tokens_l.tolist() == [10, 11, 12, 20, 21]
     assert pack.positions_l.tolist() == [0, 1, 2, 0, 1]
-    assert pack.predictors_t.tolist() == [1, 2, 4]
+    assert pack.predictors_p.tolist() == [1, 2, 4]
     assert pack.targets_t.tolist() == [12, 13, 22]
     assert pack.lengths_n.tolist() == [2, 1]
     assert pack.segments.trees == ((3,), (2,))
@@ -45,7 +46,7 @@ def test_a_prompt_that_samples_share_is_there_once() -> None:
     assert pack.tokens_l.tolist() == [1, 2, 30, 31, 40, 7]
     assert pack.positions_l.tolist() == [0, 1, 2, 3, 2, 0]
     assert pack.segments.trees == ((2, 2, 1), (1,))
-    assert pack.predictors_t.tolist() == [1, 2, 3, 5, 1, 4]
+    assert pack.predictors_p.tolist() == [1, 2, 3, 5, 1, 4]
     assert pack.targets_t.tolist() == [30, 31, 32, 8, 40, 41]
 
 
@@ -59,7 +60,7 @@ def test_filling_up_to_a_multiple_adds_a_segment_that_nobody_looks_at() -> None:
     pack = dataclasses.replace(PACKER, multiple=8).pack([sample((10, 11, 12, 13), 2), sample((20, 21), 1)])
     assert pack.segments.trees == ((3,), (1,), (4,))
     assert len(pack.tokens_l) == 8
-    assert pack.predictors_t.max() < 4
+    assert pack.predictors_p.max() < 4
 
 
 def test_log_probs_of_the_engine_come_along_when_every_sample_has_them() -> None:
@@ -72,3 +73,18 @@ def test_log_probs_of_the_engine_come_along_when_every_sample_has_them() -> None
 def test_a_sample_without_a_prompt_is_refused_by_name() -> None:
     with pytest.raises(InvalidSample, match=r"sample 7 \(group 3\) has no prompt token"):
         PACKER.pack([sample((1, 2), 2)])
+
+
+def test_context_parallel_ranks_have_parts_of_the_pack_and_know_whose_tokens_they_predict() -> None:
+    """Eight tokens in four chunks: rank 0 has the first and the last, rank 1 those between."""
+    samples = [sample((10, 11, 12, 13, 14), 2), sample((20, 21, 22, 23), 3)]
+    packs = [
+        dataclasses.replace(PACKER, multiple=4, part=ContextPart(rank, 2)).pack(samples) for rank in range(2)
+    ]  # 10 11 | 12 13 | 20 21 | 22 and one to fill up
+    assert [pack.tokens_l.tolist() for pack in packs] == [[10, 11, 22, 0], [12, 13, 20, 21]]
+    assert [pack.positions_l.tolist() for pack in packs] == [[0, 1, 2, 0], [2, 3, 0, 1]]
+    assert [pack.predictors_p.tolist() for pack in packs] == [[2], [0, 1, 2, 3]]
+    assert [pack.predicted_p.tolist() for pack in packs] == [[4], [0, 1, 2, 3]]
+    for pack in packs:
+        assert pack.targets_t.tolist() == [13, 14, 21, 22, 23]
+        assert pack.lengths_n.tolist() == [2, 3]

@@ -117,7 +117,8 @@ class _Head(torch.autograd.Function):
                 logits[part] = _gradient(scores, targets[here], entropy[here], ctx.vocabulary, *gradients)
             torch.mm(logits, rows, out=d_hidden[block])
             d_rows = _added(d_rows, logits.t() @ hidden[block])
-        assert d_rows is not None, "a micro-batch has at least one response token"
+        if d_rows is None:  # a context-parallel rank may have no response token to predict
+            return d_hidden, torch.zeros_like(weight), None, None, None
         d_weight = d_rows.to(weight.dtype)
         if len(rows) < len(weight):
             d_weight = F.pad(d_weight, (0, 0, 0, len(weight) - len(rows)))

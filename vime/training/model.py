@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
+from vime.training.layers.context import assemble
 from vime.training.logprobs import TokenLogProbs, Vocabulary, token_log_probs
 from vime.training.packing import MicroBatch
 
@@ -22,16 +23,17 @@ __all__ = ["PolicyModel", "Question", "run"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the last stage is asked: the log-probabilities of ``targets_t`` after ``predictors_t``."""
+    """What the last stage is asked: the log-probabilities of the response tokens."""
 
-    predictors_t: Tensor  # int64, positions in the pack
-    targets_t: Tensor  # int64, token ids
+    batch: MicroBatch
     temperature: float
     entropy_gradient: bool  # whether the entropy is part of the loss; it costs a pass over the logits
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """A causal language model. Its last pipeline stage returns log-probability and entropy, stacked: float32 [2, T].
+
+    Under context parallelism each rank computes those of the tokens that it predicts, and every rank returns all.
 
     The output layer is part of the model's forward pass (and not of the loss), so that Megatron's hooks which gather
     its weights and reduce its gradients see it used.
@@ -47,12 +49,18 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
         else:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
-        hidden_th = _pick(hidden_states.squeeze(1), labels.predictors_t)
+        batch = labels.batch
+        hidden_ph = _pick(hidden_states.squeeze(1), batch.predictors_p)
+        own = batch.predicted_p
+        targets_p = batch.targets_t if own is None else batch.targets_t[own]
         weight = self.output_weight()
         log_probs, entropy = token_log_probs(
-            hidden_th, weight, labels.targets_t, self._vocabulary(len(weight)), temperature=labels.temperature
+            hidden_ph, weight, targets_p, self._vocabulary(len(weight)), temperature=labels.temperature
         )
-        return torch.stack((log_probs, entropy if labels.entropy_gradient else entropy.detach()))
+        answer = torch.stack((log_probs, entropy if labels.entropy_gradient else entropy.detach()))
+        if own is None:
+            return answer
+        return assemble(answer, own, len(batch.targets_t), parallel_state.get_context_parallel_group())
 
     def output_weight(self) -> Tensor:
         """The rows of the output layer on this rank, [V, H]; those of the embedding when the two are tied."""
@@ -88,7 +96,7 @@ def _pick(rows: Tensor, index: Tensor) -> Tensor:
 
 def run(chunk: Any, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False) -> Tensor:
     """The forward pass of one (wrapped) model chunk; on the last stage split the answer by ``answer_of``."""
-    question = Question(batch.predictors_t, batch.targets_t, temperature, entropy_gradient)
+    question = Question(batch, temperature, entropy_gradient)
     output: Tensor = chunk(
         batch.tokens_l[None], batch.positions_l[None], None, labels=question, packed_seq_params=batch.segments
     )

@@ -4,7 +4,12 @@ Nothing is computed that nobody needs. Samples stand one after the other, withou
 share it where attention can branch. The token at position p is predicted from position p - 1: so a sample's last token
 is not part of the pack, and only the positions just before response tokens need the output layer.
 
-Shape suffixes: l tokens of the pack, t response tokens of all its samples, n samples.
+Under context parallelism a rank has only a part of the pack, and predicts only the response tokens whose predecessors
+are in it. What belongs to response tokens or samples is whole on every rank all the same: the model's answers are put
+together, so that losses and metrics need not know of it.
+
+Shape suffixes: l tokens of the pack on this rank, t response tokens of all samples, p those that this rank predicts,
+n samples.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from vime.training.layers.context import ContextPart
 from vime.training.layers.rope import Rope
 from vime.training.layers.segments import Segments, Tree
 from vime.types import InvalidSample, TrainSample
@@ -29,7 +35,8 @@ class MicroBatch:
     tokens_l: Tensor  # int64
     positions_l: Tensor  # int64, from 0 in each sample
     segments: Segments
-    predictors_t: Tensor  # int64, the position in the pack that predicts each response token
+    predictors_p: Tensor  # int64, the place on this rank from which each of its response tokens is predicted
+    predicted_p: Tensor | None  # int64, which of the response tokens those are; None: all, in their order
     targets_t: Tensor  # int64, the response tokens
     mask_t: Tensor  # bool, the response tokens that are trained
     lengths_n: Tensor  # int64, response tokens of each sample; they sum to t
@@ -46,6 +53,7 @@ class Packer:
     rope: Rope | None = None  # None when the model rotates by itself
     multiple: int = 1  # packs are filled up to a multiple of this, by a segment that nobody looks at
     tree_tokens: int = 0  # samples share a prompt as long as the segment has no more tokens; 0: never
+    part: ContextPart | None = None  # under context parallelism, which excludes shared prompts
 
     def pack(self, samples: Sequence[TrainSample]) -> MicroBatch:
         """The samples as one micro-batch.
@@ -57,14 +65,17 @@ class Packer:
         for members in self._sharing(samples):
             layout.add(samples, members)
         layout.fill(self.multiple)
-        positions = self._integers(layout.positions)
-        segments = Segments.of(tuple(layout.trees), self.device)
+        tokens, positions = (self._part(torch.tensor(x)) for x in (layout.tokens, layout.positions))
+        segments = Segments.of(tuple(layout.trees), self.device, self.part)
         segments.rope = None if self.rope is None else self.rope.table(positions, self.dtype)
+        predictors = [p for i in range(len(samples)) for p in layout.predictors[i]]
+        predictors_p, predicted_p = self._predictions(torch.tensor(predictors), total=len(layout.tokens))
         return MicroBatch(
-            tokens_l=self._integers(layout.tokens),
+            tokens_l=tokens,
             positions_l=positions,
             segments=segments,
-            predictors_t=self._integers([p for i in range(len(samples)) for p in layout.predictors[i]]),
+            predictors_p=predictors_p,
+            predicted_p=predicted_p,
             targets_t=self._integers([token for sample in samples for token in _response(sample)]),
             mask_t=self._integers([bit for sample in samples for bit in sample.loss_mask]).bool(),
             lengths_n=self._integers([sample.response_length for sample in samples]),
@@ -86,6 +97,20 @@ class Packer:
                     tree, size = [], len(prompt) + samples[i].response_length
                 tree.append(i)
             yield tree
+
+    def _part(self, whole_l: Tensor) -> Tensor:
+        """What this rank has of the tokens of a pack."""
+        return (whole_l if self.part is None else whole_l[self.part.tokens(len(whole_l))]).to(self.device)
+
+    def _predictions(self, predictors_t: Tensor, total: int) -> tuple[Tensor, Tensor | None]:
+        """``predictors_p`` and ``predicted_p`` of the micro-batch, from places in the whole pack."""
+        if self.part is None:
+            return predictors_t.to(self.device), None
+        mine = self.part.tokens(total)
+        place_l = torch.full((total,), -1).index_copy_(0, mine, torch.arange(len(mine)))
+        places_t = place_l[predictors_t]
+        predicted = (places_t >= 0).nonzero().squeeze(1)
+        return places_t[predicted].to(self.device), predicted.to(self.device)
 
     def _rollout_log_probs(self, samples: Sequence[TrainSample]) -> Tensor | None:
         values = [sample.rollout_log_probs for sample in samples]

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from vime.config import Config
+from vime.config.sections.parallel import Parallel
 from vime.platform import current
+from vime.training.layers.context import ContextPart
 
-__all__ = ["connect", "disconnect"]
+__all__ = ["connect", "context_part", "disconnect", "pack_multiple"]
 
 
 def connect(config: Config, *, rank: int, world_size: int, master_addr: str, master_port: int) -> torch.device:
@@ -45,6 +47,18 @@ def connect(config: Config, *, rank: int, world_size: int, master_addr: str, mas
     torch.manual_seed(parallel.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(parallel.seed)
     return device
+
+
+def context_part() -> ContextPart | None:
+    """This rank's part of each pack; None where ranks do not share packs."""
+    group = parallel_state.get_context_parallel_group()
+    return ContextPart(group.rank(), group.size(), group) if group.size() > 1 else None
+
+
+def pack_multiple(parallel: Parallel) -> int:
+    """Packs can be cut for sequence and context parallelism when their tokens are a multiple of this."""
+    chunks = 2 * parallel.context_parallel_size if parallel.context_parallel_size > 1 else 1
+    return chunks * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
 
 
 def disconnect() -> None:

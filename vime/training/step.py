@@ -62,7 +62,8 @@ class Learner:
 
     def _forward(self, step: TrainStep, micro_batches: int) -> Callable[[Work, Any], Any]:
         """Megatron divides a loss by the tokens that come with it (1 here), by the number of micro-batches, and its
-        gradients by the ranks that average them. Ours is a part of a sum, so it is multiplied by all of that first."""
+        gradients by the ranks that average them. Ours is a part of a sum, so it is multiplied by all of that first.
+        Context-parallel ranks are among those that average: they have the same loss, and each propagates a part."""
         ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         one = torch.ones((), dtype=torch.int)
 
@@ -98,7 +99,10 @@ def apply_gradients(optimizer: Any) -> tuple[bool, float]:
 
 
 def total(parts: Sequence[Partial]) -> dict[str, float]:
-    """Adds up the parts of all micro-batches and data-parallel ranks; the last pipeline stage tells the others."""
+    """Adds up the parts of all micro-batches and data-parallel ranks; the last pipeline stage tells the others.
+
+    Context-parallel ranks have the same parts, which count once.
+    """
     sums = _combined([part.sums for part in parts], torch.sum, dist.ReduceOp.SUM)
     maxima = _combined([part.maxima for part in parts], torch.amax, dist.ReduceOp.MAX)
     message = [sums | maxima]
@@ -115,5 +119,5 @@ def _combined(parts: Sequence[dict[str, Tensor]], combine: Callable[..., Tensor]
     names = list(parts[0])
     table = torch.stack([torch.stack([part[name].double() for name in names]) for part in parts])
     values = combine(table, 0)
-    dist.all_reduce(values, op=operation, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    dist.all_reduce(values, op=operation, group=parallel_state.get_data_parallel_group())
     return dict(zip(names, values.tolist(), strict=True))

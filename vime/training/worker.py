@@ -27,7 +27,7 @@ from vime.training.forward import is_last_stage, log_probs_of
 from vime.training.layers.attention import tree_tokens
 from vime.training.loss import Given, LossSettings
 from vime.training.packing import MicroBatch, Packer
-from vime.training.parallel import connect, disconnect
+from vime.training.parallel import connect, context_part, disconnect, pack_multiple
 from vime.training.records import Export, StartInfo
 from vime.training.step import Learner
 from vime.training.weight_sets import WeightSets
@@ -72,13 +72,14 @@ class TrainWorker:
         self.chunks = build_chunks(self.shape, config)
         self._weight_sets = WeightSets(self.chunks)
         resume = self._load_all()
-        rope = make_rope(self.shape, config)
+        rope, part = make_rope(self.shape, config), context_part()
         self._packer = Packer(
             device=self._device,
             dtype=precision_fields(config)["params_dtype"],
             rope=rope,
-            multiple=config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1,
-            tree_tokens=0 if rope is None else tree_tokens(),  # only our attention knows branches
+            multiple=pack_multiple(config.parallel),
+            tree_tokens=0 if rope is None or part is not None else tree_tokens(),  # only our attention knows branches
+            part=part,
         )
         self._learner = Learner(
             chunks=self.chunks,
@@ -262,8 +263,9 @@ def _resume_point(load: str | None, ckpt_step: int | None) -> ResumePoint | None
 
 
 def _sum_over_data_parallel(values: Tensor) -> Tensor:
+    """Context-parallel ranks have the same samples, which count once."""
     total = values.to(current().device(), copy=True)
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return total
 
 

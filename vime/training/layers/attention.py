@@ -1,12 +1,16 @@
 """Causal attention inside the segments of a packed micro-batch, with rotary positions.
 
-Shapes in comments: T tokens, H query heads, G key/value heads, D width of a head, N segments of L rows.
+Under context parallelism each rank has the queries of its own tokens, and gathers the keys and values of all.
+
+Shapes in comments: T tokens, K tokens whose keys there are (T or, under context parallelism, all of the pack), H query
+heads, G key/value heads, D width of a head, E width of a value (mostly D too), N segments of L queries and M keys.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +20,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from vime.platform import current
+from vime.training.layers.context import gather_parts
 from vime.training.layers.rope import rotate
-from vime.training.layers.segments import SegmentGroup, Segments
+from vime.training.layers.segments import Cells, SegmentGroup, Segments
 
 __all__ = ["Attention", "attend", "tree_tokens"]
 
@@ -54,7 +59,6 @@ class Attention(MegatronModule):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        assert config.context_parallel_size == 1, "context parallelism is refused where the configuration is checked"
         self.scale = softmax_scale
 
     def forward(
@@ -67,7 +71,7 @@ class Attention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: Segments | None = None,
     ) -> Tensor:
-        """[T, H, D], [T, G, D], [T, G, D] → [T, H·D]."""
+        """[T, H, D], [T, G, D], [T, G, E] → [T, H·E]."""
         assert isinstance(packed_seq_params, Segments), "micro-batches are always packed"
         if packed_seq_params.rope is not None:
             query, key = (rotate(x, packed_seq_params.rope) for x in (query, key))
@@ -75,71 +79,86 @@ class Attention(MegatronModule):  # type: ignore[misc]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float | None = None) -> Tensor:
-    """Causal attention of each segment to itself; ``scale`` defaults to D^-½."""
+    """Causal attention of each segment to itself, [T, H, D], [T, G, D], [T, G, E] → [T, H, E].
+
+    ``scale`` defaults to D^-½. Under context parallelism it is collective.
+    """
+    if segments.part is not None and segments.part.group is not None:
+        both = gather_parts(torch.cat((key, value), dim=-1), segments.part.group)
+        key, value = both.tensor_split((key.shape[-1],), dim=-1)
     if current().segment_kernel and query.dtype in (torch.bfloat16, torch.float16):
         return _flash(query, key, value, segments, scale)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     groups = segments.groups
     if len(groups) == 1 and groups[0].whole:
         return _attend_group(query, key, value, groups[0], scale)
-    batches = zip(groups, *(_gather(x, groups) for x in (query, key, value)), strict=True)
-    return _scatter(groups, [_attend_group(q, k, v, group, scale) for group, q, k, v in batches])
+    queries, keys = [group.queries for group in groups], [group.keys for group in groups]
+    once = segments.part is None
+    batches = zip(groups, _gather(query, queries), _gather(key, keys, once), _gather(value, keys, once), strict=True)
+    return _scatter(queries, [_attend_group(q, k, v, group, scale) for group, q, k, v in batches])
 
 
-def _gather(x: Tensor, groups: tuple[SegmentGroup, ...]) -> tuple[Tensor, ...]:
-    cells: tuple[Tensor, ...] = _Gather.apply(x, groups)  # type: ignore[no-untyped-call]
-    return cells
+def _gather(x: Tensor, cells: Sequence[Cells], once: bool = True) -> tuple[Tensor, ...]:
+    """[T, …] → the rows of each group, [N·L, …]; ``once``: each token has exactly one cell."""
+    rows: tuple[Tensor, ...] = _Gather.apply(x, cells, once)  # type: ignore[no-untyped-call]
+    return rows
 
 
-def _scatter(groups: tuple[SegmentGroup, ...], outputs: list[Tensor]) -> Tensor:
-    tokens: Tensor = _Scatter.apply(groups, *outputs)  # type: ignore[no-untyped-call]
+def _scatter(cells: Sequence[Cells], outputs: list[Tensor]) -> Tensor:
+    tokens: Tensor = _Scatter.apply(cells, *outputs)  # type: ignore[no-untyped-call]
     return tokens
 
 
 class _Gather(torch.autograd.Function):
-    """[T, …] → the cells of each group, [N·L, …]. Each token has one cell, so backward only copies."""
+    """Backward only copies where each token has one cell; where it has any number of them, it adds up in float32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, groups: tuple[SegmentGroup, ...]) -> tuple[Tensor, ...]:
-        ctx.groups = groups
-        return tuple(x.index_select(0, group.cells) for group in groups)
+    def forward(ctx: Any, x: Tensor, cells: Sequence[Cells], once: bool) -> tuple[Tensor, ...]:
+        ctx.cells, ctx.once, ctx.tokens = cells, once, len(x)
+        return tuple(x.index_select(0, each.index) for each in cells)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _tokens_of(ctx.groups, gradients), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.once:
+            return _tokens_of(ctx.cells, gradients), None, None
+        total = gradients[0].new_zeros(ctx.tokens, *gradients[0].shape[1:], dtype=torch.float32)
+        for cells, values in zip(ctx.cells, gradients, strict=True):
+            total.index_add_(0, cells.tokens, values.index_select(0, cells.filled).float())
+        return total.to(gradients[0].dtype), None, None
 
 
 class _Scatter(torch.autograd.Function):
-    """The cells of each group → [T, …]; what padding cells hold is dropped and gets no gradient."""
+    """The rows of each group → [T, …]; what padding cells hold is dropped and gets no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, groups: tuple[SegmentGroup, ...], *outputs: Tensor) -> Tensor:
-        ctx.groups = groups
-        return _tokens_of(groups, outputs)
+    def forward(ctx: Any, cells: Sequence[Cells], *outputs: Tensor) -> Tensor:
+        ctx.cells = cells
+        return _tokens_of(cells, outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        return None, *(_cells_of(group, gradient) for group in ctx.groups)
+        return None, *(_rows_of(cells, gradient) for cells in ctx.cells)
 
 
-def _tokens_of(groups: tuple[SegmentGroup, ...], cells: tuple[Tensor, ...]) -> Tensor:
-    out = cells[0].new_empty(sum(len(group.tokens) for group in groups), *cells[0].shape[1:])
-    for group, values in zip(groups, cells, strict=True):
-        out.index_copy_(0, group.tokens, values.index_select(0, group.filled))
+def _tokens_of(cells: Sequence[Cells], rows: tuple[Tensor, ...]) -> Tensor:
+    out = rows[0].new_empty(sum(len(each.tokens) for each in cells), *rows[0].shape[1:])
+    for each, values in zip(cells, rows, strict=True):
+        out.index_copy_(0, each.tokens, values.index_select(0, each.filled))
     return out
 
 
-def _cells_of(group: SegmentGroup, tokens: Tensor) -> Tensor:
-    cells = tokens.new_zeros(len(group.cells), *tokens.shape[1:])
-    return cells.index_copy_(0, group.filled, tokens.index_select(0, group.tokens))
+def _rows_of(cells: Cells, tokens: Tensor) -> Tensor:
+    rows = tokens.new_zeros(len(cells.index), *tokens.shape[1:])
+    return rows.index_copy_(0, cells.filled, tokens.index_select(0, cells.tokens))
 
 
 def _attend_group(query: Tensor, key: Tensor, value: Tensor, group: SegmentGroup, scale: float) -> Tensor:
-    """[N·L, H, D], [N·L, G, D], [N·L, G, D] → [N·L, H, D]."""
-    if group.length <= DIRECT_LENGTH:
+    """[N·L, H, D], [N·M, G, D], [N·M, G, E] → [N·L, H, E]."""
+    if group.keys.length <= DIRECT_LENGTH:
         return _direct(query, key, value, group, scale)
-    q, k, v = (x.view(-1, group.length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+    q = query.view(-1, group.queries.length, *query.shape[1:]).transpose(1, 2)
+    k, v = (x.view(-1, group.keys.length, *x.shape[1:]).transpose(1, 2) for x in (key, value))
     seen = None if group.hidden is None else ~group.hidden[:, None]
     shared = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale, enable_gqa=shared)
@@ -147,17 +166,17 @@ def _attend_group(query: Tensor, key: Tensor, value: Tensor, group: SegmentGroup
 
 
 def _direct(query: Tensor, key: Tensor, value: Tensor, group: SegmentGroup, scale: float) -> Tensor:
-    """Softmax of the whole L·L scores of each head, in float32. The heads of a group share their keys as more rows."""
-    length = group.length
+    """Softmax of the whole L·M scores of each head, in float32. The heads of a group share their keys as more rows."""
+    length, columns = group.queries.length, group.keys.length
     heads, groups = query.shape[1], key.shape[1]
     rows = heads // groups * length
     q_nghld = query.view(-1, length, groups, heads // groups, query.shape[-1]).permute(0, 2, 3, 1, 4)
     q = q_nghld.reshape(-1, rows, query.shape[-1])
-    k, v = (x.view(-1, length, groups, x.shape[-1]).transpose(1, 2).flatten(0, 1) for x in (key, value))
-    scores = torch.bmm(q, k.transpose(1, 2)).float().view(-1, groups, heads // groups, length, length) * scale
+    k, v = (x.view(-1, columns, groups, x.shape[-1]).transpose(1, 2).flatten(0, 1) for x in (key, value))
+    scores = torch.bmm(q, k.transpose(1, 2)).float().view(-1, groups, heads // groups, length, columns) * scale
     hidden = _later(length, query.device) if group.hidden is None else group.hidden[:, None, None]
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(v.dtype)
-    out = torch.bmm(weights.view(-1, rows, length), v)
+    out = torch.bmm(weights.view(-1, rows, columns), v)
     return (
         out.view(-1, groups, heads // groups, length, v.shape[-1])
         .permute(0, 3, 1, 2, 4)
@@ -172,13 +191,19 @@ def _later(length: int, device: torch.device) -> Tensor:
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
+    """The kernel lets the last query of a segment see its last key, so fewer queries than keys are the last ones."""
     from torch.nn.attention.varlen import varlen_attn
 
+    if segments.part is not None:
+        key, value = (_gather(x, (segments.keys_of_runs,), once=False)[0] for x in (key, value))
+    width = value.shape[-1]
+    value = F.pad(value, (0, key.shape[-1] - width))  # the kernel wants them as wide as the keys
     q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
-    offsets, longest = segments.cu_seqlens_q, segments.max_seqlen_q
-    out = varlen_attn(q, k, v, offsets, offsets, longest, longest, scale=scale, **_causal_arguments())
+    offsets = segments.cu_seqlens_q, segments.cu_seqlens_kv
+    longest = segments.max_seqlen_q, segments.max_seqlen_kv
+    out = varlen_attn(q, k, v, *offsets, *longest, scale=scale, **_causal_arguments())
     assert isinstance(out, Tensor), "a tuple comes only when more is asked for"
-    return out
+    return out[..., :width]
 
 
 @functools.cache
