@@ -22,6 +22,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # fields of config.parallel, set behind 
     "tensor": {"tensor_model_parallel_size": 2},
     "tensor, sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pipeline": {"pipeline_model_parallel_size": 2},
+    "context": {"context_parallel_size": 2},
     "pipeline, recomputed": {
         "pipeline_model_parallel_size": 2,
         "recompute_granularity": "full",
