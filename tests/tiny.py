@@ -16,7 +16,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 VOCAB_SIZE = 512
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def make_model(
     import torch
     import transformers
 
-    classes = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    classes = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
     tokenizer = make_tokenizer()
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -94,6 +94,9 @@ def make_model(
     if family == "qwen2":  # has no head_dim of its own
         fields |= {"hidden_size": 128, "head_dim": None}
         del fields["head_dim"]
+    if family == "qwen3_moe":  # the first layer is dense
+        fields |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [0]}
+        fields |= {"norm_topk_prob": True}
     fields |= overrides
     config = getattr(transformers, classes[family] + "Config")(**fields)
     with torch.random.fork_rng():

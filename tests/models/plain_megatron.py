@@ -11,7 +11,9 @@ from vime.models import ModelShape
 
 
 @contextmanager
-def parallel_layout(*, rank: int = 0, world: int = 1, port: int = 0, tp: int = 1, pp: int = 1) -> Iterator[None]:
+def parallel_layout(
+    *, rank: int = 0, world: int = 1, port: int = 0, tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1
+) -> Iterator[None]:
     """Process groups and Megatron's parallel state, taken down at the end."""
     from vime.platform import current
 
@@ -23,7 +25,12 @@ def parallel_layout(*, rank: int = 0, world: int = 1, port: int = 0, tp: int = 1
 
     store = dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0) if world > 1 else dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     try:
         yield
@@ -37,9 +44,12 @@ def build(shape: ModelShape, dtype: str = "float32", *, divisible_by: int = 1) -
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import TransformerConfig
 
+    from vime.platform.megatron_moe import define_missing_gemm
+
+    define_missing_gemm()
     tp = parallel_state.get_tensor_model_parallel_world_size()
     params_dtype = getattr(torch, dtype)
     config = TransformerConfig(
@@ -50,6 +60,9 @@ def build(shape: ModelShape, dtype: str = "float32", *, divisible_by: int = 1) -
         use_cpu_initialization=True,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        moe_token_dispatcher_type="alltoall",
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -58,7 +71,7 @@ def build(shape: ModelShape, dtype: str = "float32", *, divisible_by: int = 1) -
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
     )
-    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_layernorm, normalization="RMSNorm")
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     model = GPTModel(
         config,
         spec,
@@ -67,7 +80,11 @@ def build(shape: ModelShape, dtype: str = "float32", *, divisible_by: int = 1) -
         post_process=parallel_state.is_pipeline_last_stage(),
         **shape.gpt_fields(),
     )
-    return model.to(params_dtype)
+    model.to(params_dtype)
+    for module in model.modules():
+        if hasattr(module, "_maintain_float32_expert_bias"):
+            module._maintain_float32_expert_bias()
+    return model
 
 
 def free_port() -> int:

@@ -18,6 +18,7 @@ from vime.errors import UserError
 from vime.models import load_shape
 
 CASES = [("llama", False), ("llama", True), ("qwen2", False), ("qwen2", True), ("qwen3", False), ("qwen3", True)]
+CASES += [("qwen3_moe", False)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -207,14 +208,14 @@ def test_a_folder_that_is_no_model_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "precious" / "thesis.txt").is_file()
 
 
-TWO_RANKS = textwrap.dedent("""
+RANKS = textwrap.dedent("""
     import os
     from pathlib import Path
     from tests.models.plain_megatron import build, parallel_layout
     from vime.models import load_shape
 
     hf_dir, out = Path(os.environ["HF"]), Path(os.environ["OUT"])
-    layout = {key: int(os.environ[key.upper()]) for key in ("rank", "world", "port", "tp", "pp")}
+    layout = {key: int(os.environ[key.upper()]) for key in ("rank", "world", "port", "tp", "pp", "ep", "etp")}
     with parallel_layout(**layout):
         from vime.training.weights_io import load_hf_weights, save_hf
         shape = load_shape(hf_dir)
@@ -224,12 +225,23 @@ TWO_RANKS = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize(
-    ("family", "tied", "tp", "pp"), [("qwen2", False, 2, 1), ("qwen3", True, 1, 2), ("llama", True, 2, 2)]
-)
+LAYOUTS = [  # family, tied, ranks, and how they are divided
+    ("qwen2", False, 2, {"TP": 2}),
+    ("qwen3", True, 2, {"PP": 2}),
+    ("llama", True, 4, {"TP": 2, "PP": 2}),
+    ("qwen3_moe", False, 2, {"EP": 2}),
+    ("qwen3_moe", False, 2, {"TP": 2, "ETP": 2}),
+    ("qwen3_moe", False, 4, {"TP": 2, "EP": 2}),
+    ("qwen3_moe", False, 4, {"TP": 2, "EP": 2, "ETP": 2}),
+    ("qwen3_moe", True, 4, {"PP": 2, "EP": 2}),
+]
+
+
+@pytest.mark.parametrize(("family", "tied", "ranks", "sizes"), LAYOUTS, ids=str)
 def test_round_trip_over_several_ranks_is_bit_identical(
-    tmp_path: Path, family: str, tied: bool, tp: int, pp: int
+    tmp_path: Path, family: str, tied: bool, ranks: int, sizes: dict[str, int]
 ) -> None:
     hf_dir = make_model(tmp_path / "hf", family, tied=tied, dtype="bfloat16", vocab_size=515)
-    run_ranks(TWO_RANKS, tp * pp, HF=str(hf_dir), OUT=str(tmp_path / "out"), TP=str(tp), PP=str(pp))
+    divided = {key: str(sizes.get(key, 1)) for key in ("TP", "PP", "EP", "ETP")}
+    run_ranks(RANKS, ranks, HF=str(hf_dir), OUT=str(tmp_path / "out"), **divided)
     assert_same_bits(load_file(tmp_path / "out" / "model.safetensors"), load_file(hf_dir / "model.safetensors"))

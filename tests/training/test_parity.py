@@ -37,8 +37,18 @@ def _of_response(reference: torch.nn.Module, sample: TrainSample, temperature: f
         ("llama", {"num_attention_heads": 4, "num_key_value_heads": 1}),
         ("qwen2", {}),
         ("qwen3", {}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": []}),
     ],
-    ids=["llama", "tied", "grouped queries", "qwen2: bias", "qwen3: norms of heads"],
+    ids=[
+        "llama",
+        "tied",
+        "grouped queries",
+        "qwen2: bias",
+        "qwen3: norms of heads",
+        "qwen3_moe: experts",
+        "qwen3_moe: weights that do not sum to 1",
+    ],
 )
 def test_packed_log_probs_are_those_of_transformers_on_each_sample_alone(
     model_of: Callable[..., Path], family: str, overrides: dict[str, object]

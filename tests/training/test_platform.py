@@ -12,9 +12,10 @@ import torch
 
 from vime.platform import current
 from vime.platform.megatron_adam import SITES as ADAM_SITES
+from vime.platform.megatron_moe import SITES as MOE_SITES
 from vime.platform.megatron_on_cpu import PATCHES, Site, apply_patches
 
-ALL_SITES = [*ADAM_SITES, *(site for patch in PATCHES for site in patch.sites)]
+ALL_SITES = [*ADAM_SITES, *MOE_SITES, *(site for patch in PATCHES for site in patch.sites)]
 
 
 def megatron_core() -> Path:

@@ -6,22 +6,15 @@ from collections.abc import Iterator
 
 from vime.errors import UserError
 from vime.models.hf_config import HfConfig
-from vime.models.rules import GatedConcat, HfTensor, QkvInterleave, WeightRule
+from vime.models.moe import mlp_rules, moe_rules
+from vime.models.rules import HfTensor, QkvInterleave, WeightRule
 from vime.models.shape import ModelShape
 
 
 def read_decoder(
-    config: HfConfig,
-    *,
-    head_dim: int | None = None,
-    rotary_percent: float = 1.0,
-    rotary_interleaved: bool = False,
-    qk_layernorm: bool = False,
-    add_qkv_bias: bool = False,
+    config: HfConfig, *, head_dim: int | None = None, qk_layernorm: bool = False, add_qkv_bias: bool = False
 ) -> ModelShape:
-    """The shape that config.json describes.
-
-    ``head_dim`` and ``rotary_percent`` are what a family means when its config.json does not say them.
+    """The shape that config.json describes. ``head_dim`` is for a family whose default is not hidden size ÷ heads.
 
     Raises:
         UserError: a value is missing, impossible, or stands for something which is not implemented.
@@ -44,8 +37,6 @@ def read_decoder(
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
         rotary_base=rotary_base,
         rope_scaling=rope_scaling,
-        rotary_percent=config.rotary_percent(rotary_percent),
-        rotary_interleaved=rotary_interleaved,
         max_position_embeddings=config.integer("max_position_embeddings"),
         tie_word_embeddings=config.flag("tie_word_embeddings"),
         qk_layernorm=qk_layernorm,
@@ -108,17 +99,11 @@ def _attention_rules(shape: ModelShape, layer: int) -> Iterator[WeightRule]:
 
 def _mlp_rules(shape: ModelShape, layer: int) -> Iterator[WeightRule]:
     megatron, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
-    wide, hidden = shape.ffn_hidden_size, shape.hidden_size
     yield _norm_rule(shape, layer, "pre_mlp_layernorm", "post_attention_layernorm")
-    yield WeightRule(
-        megatron=f"{megatron}.linear_fc1.weight",
-        hf=tuple(HfTensor(f"{hf}.{x}_proj.weight", (wide, hidden)) for x in ("gate", "up")),
-        op=GatedConcat(),
-        tp_dim=0,
-        layer=layer,
-    )
-    down = HfTensor(f"{hf}.down_proj.weight", (hidden, wide))
-    yield WeightRule(megatron=f"{megatron}.linear_fc2.weight", hf=(down,), tp_dim=1, layer=layer)
+    if shape.moe is not None and layer not in shape.moe.dense_layers:
+        yield from moe_rules(shape, megatron, hf, layer)
+    else:
+        yield from mlp_rules(megatron, hf, shape.hidden_size, shape.ffn_hidden_size, layer=layer)
 
 
 def _norm_rule(shape: ModelShape, layer: int, megatron: str, hf: str) -> WeightRule:

@@ -43,6 +43,10 @@ class HfWeights:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    @property
+    def names(self) -> Collection[str]:
+        return self._files.keys()
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[name].get_slice(name).get_shape())
 

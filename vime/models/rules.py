@@ -80,6 +80,7 @@ class HfTensor:
 
     name: str
     shape: tuple[int, ...]
+    dtype: str | None = None  # torch's name, where it is not that of the other weights, there and in Megatron
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's stretching of rotary frequencies."""
+    """Llama 3's stretching of rotary frequencies; Megatron fixes all of its parameters but the factor."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -25,27 +24,8 @@ class YarnScaling:
     original_max_position_embeddings: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    given_attention_factor: float | None = None
-    truncate: bool = True  # the ramp between fast and slow waves begins and ends at whole channels
-
-    @property
-    def attention_factor(self) -> float:
-        """What cosine and sine are multiplied by, so that attention stays as sharp over a longer context."""
-        if self.given_attention_factor is not None:
-            return self.given_attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return self._sharpness(self.mscale) / self._sharpness(self.mscale_all_dim)
-        return self._sharpness(1.0)
-
-    @property
-    def softmax_factor(self) -> float:
-        """What latent attention multiplies its scores by: there also channels without rotation are to be sharpened."""
-        return self._sharpness(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
-
-    def _sharpness(self, weight: float) -> float:
-        return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +43,28 @@ class MoeShape:
     expert_bias: bool = False  # added to the scores when experts are chosen, not when they are weighed
     num_groups: int = 1  # experts are chosen from the best ``top_k_groups`` of these groups
     top_k_groups: int = 1
+
+    def transformer_fields(self, num_layers: int) -> dict[str, Any]:
+        """Keyword arguments for Megatron's TransformerConfig.
+
+        With softmax Megatron has no switch for normalising: the weights of the chosen experts sum to 1 when softmax
+        comes after the choice, which is the same, and do not when it comes before. With sigmoid they always do.
+        """
+        grouped = self.num_groups > 1
+        return {
+            "num_moe_experts": self.num_experts,
+            "moe_router_topk": self.top_k,
+            "moe_ffn_hidden_size": self.ffn_hidden_size,
+            "moe_layer_freq": [int(layer not in self.dense_layers) for layer in range(num_layers)],
+            "moe_shared_expert_intermediate_size": self.shared_ffn_hidden_size,
+            "moe_router_score_function": self.score_function,
+            "moe_router_pre_softmax": self.score_function == "softmax" and not self.normalize_weights,
+            "moe_router_topk_scaling_factor": None if self.scaling_factor == 1 else self.scaling_factor,
+            "moe_router_enable_expert_bias": self.expert_bias,
+            "moe_router_num_groups": self.num_groups if grouped else None,
+            "moe_router_group_topk": self.top_k_groups if grouped else None,
+            "moe_router_dtype": "fp32",
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,17 +113,6 @@ class ModelShape:
     def heads_per_group(self) -> int:
         return self.num_attention_heads // self.num_query_groups
 
-    @property
-    def rotary_width(self) -> int:
-        """Channels of a head that are rotated."""
-        return self.mla.qk_rope_head_dim if self.mla else int(self.kv_channels * self.rotary_percent)
-
-    @property
-    def rotary_by_megatron(self) -> bool:
-        """Whether Megatron's own rotary positions are those of the model: it fixes Llama 3's bounds."""
-        scaling = self.rope_scaling
-        return self.mla is None and (scaling is None or scaling == RopeScaling(factor=scaling.factor))
-
     def padded_vocab_size(self, tensor_parallel_size: int = 1, divisible_by: int = 1) -> int:
         """Rows of Megatron's embedding: vocab_size rounded up so that each rank has a multiple of ``divisible_by``.
 
@@ -148,23 +139,18 @@ class ModelShape:
             "add_bias_linear": False,
             "add_qkv_bias": self.add_qkv_bias,
             "qk_layernorm": self.qk_layernorm,
-            "rotary_interleaved": self.rotary_interleaved,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
-        }
+        } | ({} if self.moe is None else self.moe.transformer_fields(self.num_layers))
 
     def gpt_fields(self) -> dict[str, Any]:
-        """Keyword arguments for Megatron's GPTModel, without ``vocab_size``: that depends on the parallel layout.
-
-        What they say of rotary positions counts only where Megatron computes these itself: under Transformer Engine.
-        """
+        """Keyword arguments for Megatron's GPTModel, without ``vocab_size``: that depends on the parallel layout."""
         fields: dict[str, Any] = {
             "max_sequence_length": self.max_position_embeddings,
             "position_embedding_type": "rope",
             "rotary_base": self.rotary_base,
-            "rotary_percent": self.rotary_percent,
             "share_embeddings_and_output_weights": self.tie_word_embeddings,
         }
-        if isinstance(self.rope_scaling, RopeScaling):
+        if self.rope_scaling is not None:
             fields |= {"rope_scaling": True, "rope_scaling_factor": self.rope_scaling.factor}
         return fields

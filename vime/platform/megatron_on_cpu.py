@@ -12,9 +12,10 @@ import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 __all__ = ["PATCHES", "Patch", "Site", "apply_patches"]
 
@@ -135,6 +136,43 @@ def _caller_is_megatron() -> bool:
     return caller is not None and str(caller.f_globals.get("__name__")).startswith("megatron.")
 
 
+def _dispatcher_needs_no_stream() -> None:
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
+
+    def to_host(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+        for name in ("input_splits", "output_splits"):
+            if isinstance(splits := getattr(self, name), torch.Tensor):
+                setattr(self, name, splits.tolist())
+        return tokens_per_expert
+
+    Dispatcher.cuda_dtoh_stream = "none is needed"
+    Dispatcher._maybe_dtoh_and_synchronize = to_host
+
+
+def _uneven_parts_are_gathered_and_scattered() -> None:
+    from megatron.core.tensor_parallel import mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_uneven(part: torch.Tensor, group: Any, output_split_sizes: Any = None, *rest: Any) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return cast(torch.Tensor, gather(part, group, output_split_sizes, *rest))
+        padded = part.new_zeros(max(output_split_sizes), *part.shape[1:])
+        padded[: len(part)] = part
+        received = [torch.empty_like(padded) for _ in output_split_sizes]
+        dist.all_gather(received, padded, group=group)
+        return torch.cat([whole[:rows] for whole, rows in zip(received, output_split_sizes, strict=True)])
+
+    def scatter_uneven(whole: torch.Tensor, group: Any, input_split_sizes: Any = None, *rest: Any) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return cast(torch.Tensor, scatter(whole, group, input_split_sizes, *rest))
+        total = whole.clone()
+        dist.all_reduce(total, group=group)
+        return cast(torch.Tensor, total.split(input_split_sizes)[group.rank()].clone())  # type: ignore[no-untyped-call]
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, scatter_uneven
+
+
 FACTORY_SITES = (
     Site("optimizer/clip_grads.py", 103, "device='cuda'"),
     Site("utils.py", 1207, 'device="cuda"'),
@@ -196,6 +234,24 @@ PATCHES = (
             Site("optimizer/optimizer.py", 671, "'torch.cuda.BFloat16Tensor'"),
         ),
         apply=_tensor_type_answers_megatron_with_cuda,
+    ),
+    Patch(
+        reason="tokens are dispatched to experts by counts that a CUDA stream copies to the host; on a CPU they stay "
+        "tensors, which all_to_all_single does not take",
+        sites=(
+            Site("transformer/moe/token_dispatcher.py", 445, "torch.cuda.Stream()"),
+            Site("transformer/moe/token_dispatcher.py", 871, "torch.cuda.current_stream()"),
+            Site("transformer/moe/moe_utils.py", 1093, "tensor.is_cuda"),
+        ),
+        apply=_dispatcher_needs_no_stream,
+    ),
+    Patch(
+        reason="gloo gathers and scatters only parts of equal size, and experts that are cut over ranks get others",
+        sites=(
+            Site("tensor_parallel/mappings.py", 150, "torch.distributed.all_gather(output_tensor_list"),
+            Site("tensor_parallel/mappings.py", 193, "torch.distributed.reduce_scatter(output, input_tensor_list"),
+        ),
+        apply=_uneven_parts_are_gathered_and_scattered,
     ),
 )
 

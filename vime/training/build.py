@@ -24,6 +24,7 @@ from vime.errors import UserError
 from vime.models import ModelShape
 from vime.platform import current
 from vime.platform.megatron_adam import use_adam
+from vime.training.layers.moe import Router
 from vime.training.layers.rope import Rope
 from vime.training.layers.spec import Modules, decoder_spec, modules
 from vime.training.model import PolicyModel
@@ -42,6 +43,8 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
         "sequence_parallel": parallel.sequence_parallel,
         "pipeline_model_parallel_size": stages,
         "context_parallel_size": parallel.context_parallel_size,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
         "recompute_granularity": parallel.recompute_granularity,
         "recompute_method": parallel.recompute_method,
         "recompute_num_layers": parallel.recompute_num_layers,
@@ -56,7 +59,8 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
         "moe_token_dispatcher_type": "alltoall",  # asked for by variable_seq_lengths, dense models too
         "attention_softmax_in_fp32": True,
     }
-    return TransformerConfig(**fields | _fields_of(TransformerConfig, config.megatron, fields))
+    given = {"moe_router_bias_update_rate": 0.0} | _fields_of(TransformerConfig, config.megatron, fields)
+    return TransformerConfig(**fields | given)
 
 
 def _leave(weight: Tensor) -> Tensor:
@@ -116,19 +120,20 @@ def _build_chunk(
     )
     model.tokens_in_vocabulary = shape.vocab_size
     model.to(current().device())  # Megatron makes its own layers there, ours start on the CPU
-    return Float16Module(megatron, model) if megatron.bf16 or megatron.fp16 else model
+    if not (megatron.bf16 or megatron.fp16):
+        return model
+    wrapped = Float16Module(megatron, model)
+    for module in wrapped.modules():
+        if isinstance(module, Router):
+            module.keep_float32()
+    return wrapped
 
 
 def make_rope(shape: ModelShape, config: Config) -> Rope | None:
     """The rotary positions that come with each micro-batch; None when the attention modules rotate by themselves."""
     if not modules(_implementation(config)).rotates:
         return None
-    return Rope(
-        width=shape.rotary_width,
-        base=shape.rotary_base,
-        scaling=shape.rope_scaling,
-        interleaved=shape.rotary_interleaved,
-    )
+    return Rope(head_dim=shape.kv_channels, base=shape.rotary_base, scaling=shape.rope_scaling)
 
 
 def _implementation(config: Config) -> str:

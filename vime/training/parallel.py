@@ -41,6 +41,8 @@ def connect(config: Config, *, rank: int, world_size: int, master_addr: str, mas
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.megatron.get("virtual_pipeline_model_parallel_size"),
         context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         distributed_timeout_minutes=config.cluster.distributed_timeout_minutes,
         create_gloo_process_groups=True,
     )

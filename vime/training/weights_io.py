@@ -1,11 +1,12 @@
-"""HF weights into Megatron's model and out of it, exactly, whatever the tensor and pipeline parallel layout.
+"""HF weights into Megatron's model and out of it, exactly, whatever the parallel layout.
 
 Both directions follow the rules of ``vime.models.weight_map``. Loading needs no communication: each rank reads the rows
-and columns of its own shard. Exporting is collective and moves one HF tensor at a time to rank 0.
+and columns of its own shards, of its own layers and experts. Exporting is collective and brings everything to rank 0.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,13 +21,16 @@ from torch import Tensor
 from vime.errors import UserError
 from vime.models import HfTensor, ModelShape, WeightRule, weight_map
 from vime.models.hf_folder import HfWeights, check_replaceable, write_hf_folder
+from vime.training.gathering import gather
 
 _LOCAL_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_HF_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 def hf_plan(shape: ModelShape, dtype: torch.dtype) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Name, shape and dtype of everything that ``hf_weights`` yields, in its order."""
-    return [(tensor.name, tensor.shape, dtype) for tensor in _hf_tensors(shape)]
+    """Name, shape and dtype of everything that ``hf_weights`` yields, in its order, for a model in ``dtype``."""
+    return [(t.name, t.shape, getattr(torch, t.dtype) if t.dtype else dtype) for t in _hf_tensors(shape)]
 
 
 @torch.no_grad()
@@ -47,8 +51,7 @@ def load_hf_weights(
     _check_layout(shape)
     _check_covered(parameters, shape, untouched)
     with HfWeights(Path(hf_dir)) as weights:
-        ignorable = ["lm_head.weight"] if shape.tie_word_embeddings else []
-        weights.check(_hf_tensors(shape), ignorable=ignorable)
+        weights.check(_hf_tensors(shape), ignorable=_ignorable(weights, shape))
         for rule in weight_map(shape):
             for name in (rule.megatron, *rule.copies):
                 if name in parameters and name not in untouched:
@@ -58,25 +61,14 @@ def load_hf_weights(
 
 @torch.no_grad()
 def hf_weights(model_chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor under its HF name, whole and in the parameters' dtype, on global rank 0.
+    """Yields every tensor under its HF name, whole and in the dtype that the model has it in, on global rank 0.
 
     Collective: all ranks must run it to its end (``drain``), though the others get no items. Without parallelism the
     tensors are views of the live parameters, so copy what must outlive the next training step.
     """
-    if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
-        return  # the first replica has everything
     parameters = global_parameters(model_chunks)
-    owners = _owners(parameters)
-    some_parameter = next(iter(parameters.values()))
-    for rule in weight_map(shape):
-        parameter = parameters.get(rule.megatron)
-        mine = owners[rule.megatron] == parallel_state.get_pipeline_model_parallel_rank()
-        pieces = rule.op.split(parameter.detach()) if mine and parameter is not None else (None,) * len(rule.hf)
-        for tensor, piece in zip(rule.hf, pieces, strict=True):
-            whole = None if piece is None else _gather_shards(piece, tensor, rule)
-            whole = _to_first_stage(whole, tensor, owners[rule.megatron], like=some_parameter)
-            if whole is not None:
-                yield tensor.name, whole
+    experts = 0 if shape.moe is None else shape.moe.num_experts
+    yield from gather(parameters, weight_map(shape), experts, dtype_of(model_chunks))
 
 
 def drain(weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -96,23 +88,46 @@ def save_hf(directory: Path | str, model_chunks: Sequence[Any], shape: ModelShap
     check_replaceable(directory, origin)
     weights = hf_weights(model_chunks, shape)
     if dist.get_rank() == 0:
-        dtype = next(iter(global_parameters(model_chunks).values())).dtype
-        name = str(dtype).removeprefix("torch.")
+        name = str(dtype_of(model_chunks)).removeprefix("torch.")
         write_hf_folder(directory, origin=origin, plan=_hf_tensors(shape), tensors=weights, dtype=name)
     else:
         drain(weights)
     dist.barrier()
 
 
-def global_parameters(model_chunks: Sequence[Any]) -> dict[str, torch.nn.Parameter]:
-    """The parameters of this rank by their names in the whole model, where layers are numbered over all stages."""
-    found: dict[str, torch.nn.Parameter] = {}
+def dtype_of(model_chunks: Sequence[Any]) -> torch.dtype:
+    """The dtype of the model's parameters."""
+    dtype: torch.dtype = next(model_chunks[0].parameters()).dtype
+    return dtype
+
+
+def global_parameters(model_chunks: Sequence[Any]) -> dict[str, Tensor]:
+    """The parameters and saved buffers of this rank by their names in the whole model.
+
+    There, layers are numbered over all pipeline stages and experts over all expert-parallel ranks.
+    """
+    found: dict[str, Tensor] = {}
     for chunk in model_chunks:
         model = unwrap(chunk)
         layer_numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
-        for name, parameter in model.named_parameters():
-            found[_global_name(name, layer_numbers)] = parameter
+        first_expert = _first_expert(model.config.num_moe_experts)
+        for name, tensor in itertools.chain(model.named_parameters(), _saved_buffers(model)):
+            found[_global_name(name, layer_numbers, first_expert)] = tensor
     return found
+
+
+def _first_expert(num_experts: int | None) -> int:
+    """The number of the first expert on this rank."""
+    ranks: int = parallel_state.get_expert_model_parallel_world_size()
+    rank: int = parallel_state.get_expert_model_parallel_rank()
+    return (num_experts or 0) // ranks * rank
+
+
+def _saved_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def unwrap(chunk: Any) -> Any:
@@ -122,12 +137,20 @@ def unwrap(chunk: Any) -> Any:
     return chunk
 
 
-def _global_name(name: str, layer_numbers: Sequence[int]) -> str:
-    return _LOCAL_LAYER.sub(lambda match: f"decoder.layers.{layer_numbers[int(match[1])]}.", name)
+def _global_name(name: str, layer_numbers: Sequence[int], first_expert: int) -> str:
+    name = _LOCAL_LAYER.sub(lambda match: f"decoder.layers.{layer_numbers[int(match[1])]}.", name)
+    return _LOCAL_EXPERT.sub(lambda match: f".local_experts.{first_expert + int(match[1])}.", name)
 
 
 def _hf_tensors(shape: ModelShape) -> list[HfTensor]:
     return [tensor for rule in weight_map(shape) for tensor in rule.hf]
+
+
+def _ignorable(weights: HfWeights, shape: ModelShape) -> list[str]:
+    """A written copy of a tied output layer, and layers behind the last one, which predict further tokens."""
+    copies = ["lm_head.weight"] if shape.tie_word_embeddings else []
+    layers = ((name, _HF_LAYER.match(name)) for name in weights.names)
+    return copies + [name for name, match in layers if match and int(match[1]) >= shape.num_layers]
 
 
 def _check_covered(parameters: Mapping[str, Tensor], shape: ModelShape, untouched: Collection[str]) -> None:
@@ -145,11 +168,15 @@ def _check_layout(shape: ModelShape) -> None:
 
 
 def _read_shard(weights: HfWeights, tensor: HfTensor, rule: WeightRule, parameter: Tensor) -> Tensor:
-    """What this tensor-parallel rank holds of an HF tensor; zeros where the vocabulary is padded."""
+    """What this rank holds of an HF tensor; zeros where the vocabulary is padded."""
     if rule.tp_dim is None:
         return weights.read(tensor.name)
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
+    if rule.expert is None:
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        size = parallel_state.get_tensor_model_parallel_world_size()
+    else:
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+        size = parallel_state.get_expert_tensor_parallel_world_size()
     length = tensor.shape[rule.tp_dim]
     piece = parameter.shape[0] if rule.vocabulary else length // size
     start, stop = (min(edge, length) for edge in (rank * piece, (rank + 1) * piece))
@@ -157,50 +184,3 @@ def _read_shard(weights: HfWeights, tensor: HfTensor, rule: WeightRule, paramete
     if rule.vocabulary:
         part = torch.nn.functional.pad(part, (0, 0, 0, piece - part.shape[0]))
     return part
-
-
-def _owners(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """The first pipeline stage that has each parameter."""
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    names: list[list[str]] = [list(parameters)]
-    if stages > 1:
-        names = [[] for _ in range(stages)]
-        dist.all_gather_object(names, list(parameters), group=parallel_state.get_pipeline_model_parallel_group())
-    owners: dict[str, int] = {}
-    for stage, of_stage in enumerate(names):
-        for name in of_stage:
-            owners.setdefault(name, stage)
-    return owners
-
-
-def _gather_shards(piece: Tensor, tensor: HfTensor, rule: WeightRule) -> Tensor | None:
-    """The whole HF tensor on the first tensor-parallel rank, None on the others."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    first = parallel_state.get_tensor_model_parallel_rank() == 0
-    whole = piece
-    if size > 1 and rule.tp_dim is not None:
-        group = parallel_state.get_tensor_model_parallel_group()
-        piece = piece.contiguous()
-        pieces = [torch.empty_like(piece) for _ in range(size)] if first else None
-        dist.gather(piece, pieces, dst=parallel_state.get_tensor_model_parallel_src_rank(), group=group)
-        if pieces is not None:
-            whole = torch.cat(pieces, dim=rule.tp_dim)
-    if not first:
-        return None
-    return whole[: tensor.shape[0]] if rule.vocabulary else whole
-
-
-def _to_first_stage(whole: Tensor | None, tensor: HfTensor, owner: int, *, like: Tensor) -> Tensor | None:
-    """Moves a tensor from the first tensor-parallel rank of its stage to that of stage 0, where it is returned."""
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    if owner == 0 or parallel_state.get_tensor_model_parallel_rank() != 0:
-        return whole
-    group = parallel_state.get_pipeline_model_parallel_group()
-    if stage == owner:
-        assert whole is not None
-        dist.send(whole.contiguous(), dst=parallel_state.get_pipeline_model_parallel_first_rank(), group=group)
-    elif stage == 0:
-        received = like.new_empty(tensor.shape)
-        dist.recv(received, src=dist.get_process_group_ranks(group)[owner], group=group)
-        return received
-    return None

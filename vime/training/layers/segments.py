@@ -22,6 +22,7 @@ from torch import Tensor
 
 from vime.training.layers.context import ContextPart
 from vime.training.layers.rope import RopeTable
+from vime.training.replay import Routes
 
 __all__ = ["Cells", "SegmentGroup", "Segments", "Tree", "group_runs", "group_segments"]
 
@@ -83,6 +84,7 @@ class Segments(PackedSeqParams):  # type: ignore[misc]
     trees: tuple[Tree, ...] = ()  # of each segment of the whole pack, on the host
     rope: RopeTable | None = field(default=None, repr=False)  # of the tokens that this rank has
     part: ContextPart | None = None  # under context parallelism
+    routes: Routes | None = field(default=None, repr=False)  # which experts to choose; None: routers choose freely
 
     @classmethod
     def of(cls, trees: tuple[Tree, ...], device: torch.device, part: ContextPart | None = None) -> Segments:

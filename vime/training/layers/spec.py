@@ -18,12 +18,17 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from vime.training.layers.attention import Attention
+from vime.training.layers.moe import MoeTransformerLayer, moe_spec
 from vime.training.layers.norm import Norm
 
-__all__ = ["Modules", "decoder_spec", "modules"]
+__all__ = ["Modules", "decoder_spec", "layer_spec", "modules"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,21 +68,31 @@ def modules(implementation: str = "local") -> Modules:
 
 def decoder_spec(config: TransformerConfig, blocks: Modules, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage and the last norm."""
-    layer = ModuleSpec(
-        module=TransformerLayer,
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    layers = [layer_spec(config, blocks, has_experts=_has_experts(config, number)) for number in numbers]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=blocks.norm)
+
+
+def layer_spec(config: TransformerConfig, blocks: Modules, *, has_experts: bool) -> ModuleSpec:
+    """One layer, with a mixture of experts or an ordinary MLP."""
+    mlp = MLPSubmodules(linear_fc1=blocks.column_linear, linear_fc2=blocks.row_linear)
+    return ModuleSpec(
+        module=MoeTransformerLayer if has_experts else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=blocks.norm,
             self_attention=_attention(config, blocks),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=blocks.norm,
-            mlp=ModuleSpec(
-                module=MLP, submodules=MLPSubmodules(linear_fc1=blocks.column_linear, linear_fc2=blocks.row_linear)
-            ),
+            mlp=moe_spec(mlp) if has_experts else ModuleSpec(module=MLP, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=blocks.norm)
+
+
+def _has_experts(config: TransformerConfig, layer: int) -> bool:
+    """``layer`` counts from 0 over all pipeline stages; ``ModelShape`` gives Megatron one number a layer."""
+    return config.num_moe_experts is not None and bool(config.moe_layer_freq[layer])
 
 
 def _attention(config: TransformerConfig, blocks: Modules) -> ModuleSpec:

@@ -1,0 +1,87 @@
+"""Mixture-of-experts layers: Megatron's own, whose routers can be told which experts to choose.
+
+A token is sent to the ``top_k`` experts that its router scores highest. Experts are spread over expert-parallel ranks,
+so tokens travel there and back (all-to-all); each expert may be cut by expert tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatron.core import tensor_parallel
+from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from vime.platform.megatron_moe import define_missing_gemm
+from vime.training.layers.segments import Segments
+from vime.training.replay import Routes
+
+__all__ = ["Moe", "MoeTransformerLayer", "Router", "moe_spec"]
+
+
+class Router(TopKRouter):  # type: ignore[misc]
+    """Megatron's router; it records its choices or repeats recorded ones when the micro-batch asks for it."""
+
+    def follow(self, routes: Routes | None) -> None:
+        """What the next pass records or repeats; None: it chooses by itself and tells nobody."""
+        self.router_replay = None if routes is None else routes.at(self.layer_number)
+
+    def keep_float32(self) -> None:
+        """Undoes what converting the whole model to 16 bits did to the expert bias, and to the counts behind it.
+
+        Megatron restores the bias too, but only in the first forward pass, which is after the weights are loaded.
+        """
+        if self.expert_bias is not None:
+            for buffer in (self.expert_bias, self.local_tokens_per_expert):
+                buffer.data = buffer.data.float()
+
+
+class Moe(MoELayer):  # type: ignore[misc]
+    """Megatron's layer. Where it is recomputed in the backward pass, its router follows the same routes again.
+
+    By then other micro-batches may have passed: what is recomputed has to carry the routes of its own.
+    """
+
+    routes: Routes | None = None  # of the micro-batch that passes
+    moe_layer_recompute: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._recomputed, self.moe_layer_recompute = self.moe_layer_recompute, False
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        """[L, 1, H] → the same shape, and None: there is no bias."""
+        follow = functools.partial(self._follow, self.routes)
+        return tensor_parallel.checkpoint(follow, False, hidden_states) if self._recomputed else follow(hidden_states)
+
+    def _follow(self, routes: Routes | None, hidden_states: Tensor) -> Any:
+        self.router.follow(routes)
+        return super().forward(hidden_states)
+
+
+class MoeTransformerLayer(TransformerLayer):  # type: ignore[misc]
+    """A layer that tells its experts which micro-batch passes; Megatron tells only the attention."""
+
+    def forward(self, *args: Any, packed_seq_params: Segments | None = None, **kwargs: Any) -> Any:
+        self.mlp.routes = None if packed_seq_params is None else packed_seq_params.routes
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+
+def moe_spec(mlp: MLPSubmodules) -> ModuleSpec:
+    """Router, experts and, where the configuration has them, shared experts; each expert is built of ``mlp``."""
+    define_missing_gemm()
+    return ModuleSpec(
+        module=Moe,
+        submodules=MoESubmodules(
+            router=Router,
+            experts=ModuleSpec(module=SequentialMLP, submodules=mlp),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=mlp),
+        ),
+    )
