@@ -47,9 +47,9 @@ class Served:
         return load_file(self.folder / "model.safetensors")
 
 
-def serve(folder: Path, log_dir: Path) -> Iterator[Served]:
+def serve(folder: Path, log_dir: Path, **spec: Any) -> Iterator[Served]:
     """A float32 engine; checks in the end that nothing of it is left."""
-    server = EngineServer(EngineSpec(model=folder, dtype="float32", threads=1), log_dir=log_dir)
+    server = EngineServer(EngineSpec(model=folder, dtype="float32", threads=1, **spec), log_dir=log_dir)
     url = server.start()
     tree = [process.pid for process in psutil.Process(server.pid).children(recursive=True)]
     try:

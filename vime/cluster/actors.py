@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,10 +63,10 @@ class TrainActor:
 class EngineActor:
     """One vLLM server process, on the node where this actor runs; it ends with the actor."""
 
-    def __init__(self, config: Config, index: int, threads: int, log_dir: Path) -> None:
+    def __init__(self, config: Config, index: int, devices: Sequence[str], threads: int, log_dir: Path) -> None:
         from vime.serving.engine import EngineServer
 
-        self._server = EngineServer.from_config(config, index=index, threads=threads, log_dir=log_dir)
+        self._server = EngineServer.from_config(config, index=index, devices=devices, threads=threads, log_dir=log_dir)
 
     def start(self) -> str:
         """Returns the server's URL once it is healthy."""

@@ -21,7 +21,9 @@ class EngineGroup:
         actor = ray.remote(max_concurrency=2)(EngineActor)  # an engine can be stopped while it starts
         env = {"env_vars": environment(threads)}
         self._engines = [
-            actor.options(runtime_env=env, **placement.engine(index)).remote(config, index, threads, log_dir)
+            actor.options(runtime_env=env, **placement.engine(index)).remote(
+                config, index, placement.devices(index), threads, log_dir
+            )
             for index in range(config.cluster.num_engines)
         ]
         self._router = RouterServer.from_config(config, log_dir=log_dir)

@@ -18,7 +18,10 @@ SHARE = 0.5
 
 
 class Placement:
-    """The slots of a run. The trainer's ranks have the first ones, engines the next; or under --colocate the same."""
+    """The slots of a run. The trainer's ranks have the first ones, engines the next; or under --colocate the same.
+
+    Slots are counted along the nodes and their devices, so that those of one engine lie together.
+    """
 
     def __init__(self, config: Config, slots: Slots) -> None:
         cluster = config.cluster
@@ -31,16 +34,46 @@ class Placement:
         if not self._group.wait(TIMEOUT_S):
             free = ray.available_resources().get(slots.kind, 0)
             raise UserError(f"this run needs {count} {slots.kind} slots at once, {free:g} of {slots.total} are free")
+        self._order = self._along_the_devices() if slots.kind == "GPU" else [(bundle, "") for bundle in range(count)]
 
     def rank(self, rank: int) -> dict[str, Any]:
         """Options for the actor of a training rank."""
         return self._options(rank)
 
     def engine(self, index: int) -> dict[str, Any]:
-        """Options for the actor of an engine."""
-        return self._options(self._first_engine_slot + index * self._slots_of_an_engine)
+        """Options for the actor of an engine, which stands on the first of its slots."""
+        return self._options(self._slots_of(index)[0])
 
-    def _options(self, bundle: int) -> dict[str, Any]:
+    def devices(self, index: int) -> tuple[str, ...]:
+        """The GPUs of an engine's slots, as its node numbers them; empty where slots are CPU processes.
+
+        Ray shows an actor only those of its own slot.
+        """
+        return tuple(device for _, device in (self._order[slot] for slot in self._slots_of(index)) if device)
+
+    def _slots_of(self, engine: int) -> range:
+        first = self._first_engine_slot + engine * self._slots_of_an_engine
+        return range(first, first + self._slots_of_an_engine)
+
+    def _along_the_devices(self) -> list[tuple[int, str]]:
+        """Bundles of the placement group with their GPUs, by node and number of the GPU."""
+        bundles = range(self._group.bundle_count)
+        where = ray.remote(_where)
+        probes = [where.options(**self._in_bundle(bundle)).remote() for bundle in bundles]
+        places = ray.get(probes, timeout=TIMEOUT_S)
+        ordered = sorted(zip(places, bundles, strict=True), key=lambda each: (each[0][0], int(each[0][1]), each[1]))
+        return [(bundle, device) for (_, device), bundle in ordered]
+
+    def _options(self, slot: int) -> dict[str, Any]:
+        return self._in_bundle(self._order[slot][0])
+
+    def _in_bundle(self, bundle: int) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         amounts = {"num_gpus": self._share, "num_cpus": 0} if self._slots.kind == "GPU" else {"num_cpus": self._share}
         return {"scheduling_strategy": strategy, **amounts}
+
+
+def _where() -> tuple[str, str]:
+    """The node and the GPU of the slot on which this runs."""
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_accelerator_ids()["GPU"][0]

@@ -6,7 +6,7 @@ import asyncio
 import importlib.metadata
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,8 @@ class EngineSpec:
     max_model_len: int | None = None  # None: the model's own, or on a CPU as much as the cache can hold
     tensor_parallel_size: int = 1
     cpu: bool = True
-    threads: int = 1  # compute threads; for CPUs only
+    threads: int = 1  # compute threads of each process; for CPUs only
+    devices: tuple[str, ...] = ()  # GPUs to use, by their numbers on the node; none: those that this process sees
     seed: int = 0  # of requests without one of their own
     flags: Mapping[str, Any] = field(default_factory=dict)
 
@@ -88,6 +89,8 @@ class EngineSpec:
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
             "PYTHONPATH": os.pathsep.join(filter(None, (_package_root(), os.environ.get("PYTHONPATH", "")))),
         }
+        if self.devices:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
         if self.cpu:
             # 0: the worker lives in the engine core's process, which saves 10 s of imports and half a gigabyte
             variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(self.threads)}
@@ -128,7 +131,14 @@ class EngineServer:
 
     @classmethod
     def from_config(
-        cls, config: Config, *, index: int, threads: int, log_dir: Path, host: str = LOOPBACK
+        cls,
+        config: Config,
+        *,
+        index: int,
+        devices: Sequence[str] = (),
+        threads: int,
+        log_dir: Path,
+        host: str = LOOPBACK,
     ) -> EngineServer:
         spec = EngineSpec(
             model=Path(config.checkpoint.hf_checkpoint),
@@ -137,6 +147,7 @@ class EngineServer:
             tensor_parallel_size=config.cluster.rollout_num_gpus_per_engine,
             cpu=is_cpu_build(),
             threads=threads,
+            devices=tuple(devices),
             seed=config.data.rollout_seed,
             flags=config.vllm,
         )

@@ -17,13 +17,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
@@ -84,6 +90,7 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         self._broken = ""
         self._parameters = {name for name, _ in model.named_parameters()}
         self._updates = 0
+        unlink_shared_memory()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Takes a plan. Raises PlanMismatch if the served model expects another one."""
@@ -133,8 +140,7 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         self._check_complete(plan, update)
         finalize_layerwise_reload(self.model, self.model_config)
         refresh_tied_head(self.model)
-        if self.parallel_config.world_size == 1:
-            self._verify(update)
+        self._verify(update)
         self._update = None
         self._broken = ""
         self._updates += 1
@@ -157,6 +163,17 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
 
     def shutdown(self) -> None:
         self._plan = self._update = None
+
+
+def unlink_shared_memory() -> None:
+    """Takes the names of the memory through which the processes of a CPU engine talk; vLLM would leave it behind.
+
+    By the time that there is a model every process has mapped it, and it is gone with the last of them.
+    """
+    for group in (get_tp_group(), get_pp_group()):
+        channel: Any = getattr(group.device_communicator, "dist_module", None)
+        if hasattr(channel, "group_name"):
+            Path(f"/dev/shm/{channel.group_name}_{group.rank_in_group}").unlink(missing_ok=True)
 
 
 def refresh_tied_head(model: nn.Module) -> None:
@@ -190,11 +207,32 @@ def readings(model: nn.Module, sent: dict[str, Tensor], seed: int) -> Iterator[R
         for leaf, parameter in module.named_parameters(recurse=False):
             sources = _sources(f"{path}.{leaf}", packed, sent)
             if parameter.dim() == 1 and parameter.numel() and sources:
-                yield f"{path}.{leaf}", sources, parameter.data.cpu(), torch.cat([sent[name] for name in sources])
+                yield f"{path}.{leaf}", sources, parameter.data.cpu(), torch.cat(_own_parts(module, sources, sent))
         if _multiplies(module):
             sources = _sources(f"{path}.weight", packed, sent)
             if sources:
-                yield _column_reading(path, module, sources, sent, seed)
+                yield _column_reading(path, module, sources, _own_parts(module, sources, sent), seed)
+
+
+def _own_parts(module: nn.Module, sources: Sequence[str], sent: dict[str, Tensor]) -> list[Tensor]:
+    """What this process holds of the tensors sent for a module: all of them, or its share under tensor parallelism."""
+    tensors = [sent[name] for name in sources]
+    if isinstance(module, VocabParallelEmbedding):
+        own = module.shard_indices
+        return [tensor[own.org_vocab_start_index : own.org_vocab_end_index] for tensor in tensors]
+    if isinstance(module, RowParallelLinear):
+        return [t if t.dim() == 1 else _share(t, module.tp_rank, module.tp_size, dim=1) for t in tensors]
+    if isinstance(module, ColumnParallelLinear):
+        # one key/value head may belong to several processes
+        replicas = [1] + [getattr(module, "num_kv_head_replicas", 1)] * (len(tensors) - 1)
+        pairs = zip(tensors, replicas, strict=True)
+        return [_share(t, module.tp_rank // r, module.tp_size // r, dim=0) for t, r in pairs]
+    return tensors
+
+
+def _share(tensor: Tensor, rank: int, size: int, *, dim: int) -> Tensor:
+    length = tensor.shape[dim] // size
+    return tensor.narrow(dim, rank * length, length)
 
 
 def without_subnormals(values: Tensor) -> Tensor:
@@ -209,10 +247,10 @@ def _multiplies(module: nn.Module) -> bool:
     return isinstance(module, VocabParallelEmbedding) and hasattr(module, "weight") and module.weight.dim() == 2
 
 
-def _column_reading(path: str, module: Any, sources: list[str], sent: dict[str, Tensor], seed: int) -> Reading:
-    width = sent[sources[0]].shape[1]
+def _column_reading(path: str, module: Any, sources: list[str], parts: list[Tensor], seed: int) -> Reading:
+    width = parts[0].shape[1]
     columns = [(7919 * seed + 104729 * i) % width for i in range(PROBED_COLUMNS)]
-    expected = torch.cat([sent[name][:, columns] for name in sources]).T  # [PROBED_COLUMNS, rows]
+    expected = torch.cat([part[:, columns] for part in parts]).T  # [PROBED_COLUMNS, rows]
     unit = torch.zeros(PROBED_COLUMNS, width, dtype=expected.dtype, device=next(module.parameters()).device)
     unit[range(PROBED_COLUMNS), columns] = 1
     with torch.inference_mode():

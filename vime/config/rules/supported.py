@@ -9,13 +9,9 @@ from vime.config.config import Config
 from vime.config.rules.base import Violation, option
 
 ONLY: Mapping[str, Any] = {
-    "tensor_model_parallel_size": 1,
-    "sequence_parallel": False,
-    "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
-    "rollout_num_gpus_per_engine": 1,
     "ckpt_format": "torch_dist",
     "kl_coef": 0.0,
     "attention_backend": "auto",
