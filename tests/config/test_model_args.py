@@ -61,6 +61,15 @@ def test_each_mismatch_has_its_line(flags):
     assert len(resolve(flags("--num-layers", "3", "--hidden-size", "1", "--kv-channels", "1")).violations) == 3
 
 
+def test_yarn_is_not_left_to_transformer_engine(flags, model_dir):
+    values = json.loads((model_dir / "config.json").read_text())
+    values["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0}
+    (model_dir / "config.json").write_text(json.dumps(values))
+    (message,) = resolve(flags("--transformer-impl", "transformer_engine")).violations
+    assert message.startswith("--transformer-impl transformer_engine cannot rotate positions as Qwen3ForCausalLM does")
+    assert resolve(flags("--transformer-impl", "local")).violations == ()
+
+
 def test_a_number_that_went_through_32_bits_is_the_same(flags, model_dir):
     content = json.loads((model_dir / "config.json").read_text()) | {"rms_norm_eps": 9.999999974752427e-07}
     (model_dir / "config.json").write_text(json.dumps(content))

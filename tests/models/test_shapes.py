@@ -12,7 +12,7 @@ import pytest
 
 from tests.tiny import FAMILIES, make_model
 from vime.errors import UserError
-from vime.models import ModelShape, load_shape, weight_map
+from vime.models import ModelShape, MoeShape, YarnScaling, load_shape, weight_map
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,6 +36,9 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
+
+
+MOE = {"qwen3_moe": MoeShape(num_experts=8, top_k=2, ffn_hidden_size=48, dense_layers=frozenset({0}))}
 
 
 def write(folder: Path, config: dict[str, Any]) -> Path:
@@ -63,8 +66,9 @@ def test_shape_agrees_with_transformers(tmp_path: Path, family: str, tied: bool)
         rotary_base=10000.0,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=tied,
-        qk_layernorm=family == "qwen3",
+        qk_layernorm=family.startswith("qwen3"),
         add_qkv_bias=family == "qwen2",
+        moe=MOE.get(family),
         dtype="bfloat16",
     )
 
@@ -89,6 +93,7 @@ def test_llama_3_2_1b(tmp_path: Path) -> None:
         "max_sequence_length": 131072,
         "position_embedding_type": "rope",
         "rotary_base": 500000.0,
+        "rotary_percent": 1.0,
         "rope_scaling": True,
         "rope_scaling_factor": 32.0,
         "share_embeddings_and_output_weights": True,
@@ -102,6 +107,43 @@ def test_rope_parameters_of_transformers_5_mean_the_same(tmp_path: Path) -> None
     new = {key: value for key, value in LLAMA.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
     new |= {"rope_parameters": LLAMA["rope_scaling"] | {"rope_theta": 500000.0}, "dtype": "bfloat16"}
     assert load_shape(write(tmp_path, new)) == old
+
+
+def test_yarn_of_deepseek_v3(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+    yarn |= {"original_max_position_embeddings": 4096}
+    scaling = load_shape(write(tmp_path, LLAMA | {"rope_scaling": yarn})).rope_scaling
+    assert scaling == YarnScaling(
+        factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0
+    )  # fmt: skip
+    assert scaling.attention_factor == 1.0
+    assert scaling.softmax_factor == pytest.approx(1.8738, abs=1e-4)  # (0.1 ln 40 + 1)²
+
+
+def test_without_a_factor_yarn_reaches_from_the_original_context_to_the_longest(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 8192}
+    scaling = load_shape(write(tmp_path, LLAMA | {"rope_scaling": yarn})).rope_scaling
+    assert scaling == YarnScaling(factor=16.0, original_max_position_embeddings=8192)
+    assert scaling.attention_factor == pytest.approx(1.2773, abs=1e-4)  # 0.1 ln 16 + 1
+
+
+@pytest.mark.parametrize("where", [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}])
+def test_partial_rotation_stands_in_either_place(tmp_path: Path, where: dict[str, Any]) -> None:
+    shape = load_shape(write(tmp_path, LLAMA | {"rope_scaling": None} | where))
+    assert (shape.rotary_percent, shape.rotary_width, shape.gpt_fields()["rotary_percent"]) == (0.5, 32, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "can"),
+    [
+        (None, True),
+        (LLAMA["rope_scaling"], True),
+        (LLAMA["rope_scaling"] | {"high_freq_factor": 8.0}, False),
+        ({"rope_type": "yarn", "factor": 4.0}, False),
+    ],
+)
+def test_what_megatron_can_rotate_by_itself(tmp_path: Path, scaling: dict[str, Any] | None, can: bool) -> None:
+    assert load_shape(write(tmp_path, LLAMA | {"rope_scaling": scaling})).rotary_by_megatron is can
 
 
 def test_qwen3_4b_has_heads_wider_than_its_hidden_size(tmp_path: Path) -> None:
@@ -157,8 +199,8 @@ def test_a_broken_config(tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias=True is not supported, only False"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
         ({"num_key_value_heads": 5}, "32 attention heads cannot share 5 key/value heads evenly"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn' is not supported"),
-        ({"rope_scaling": LLAMA["rope_scaling"] | {"high_freq_factor": 8.0}}, "only supported with low_freq_factor 1"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type='dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'low_freq_factor' is missing"),
     ],
 )
 def test_what_is_not_supported_is_said_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:

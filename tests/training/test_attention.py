@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from vime.training.layers import attention
 from vime.training.layers.attention import attend
 from vime.training.layers.context import ContextPart
-from vime.training.layers.rope import Rope, rotate
 from vime.training.layers.segments import Segments, group_segments
 
 HEADS, GROUPS, WIDTH = 6, 2, 8
@@ -79,15 +78,6 @@ def test_branches_see_their_stem_and_themselves(direct_length: int, monkeypatch:
             expected = each_alone([x[rows] for x in inputs], (len(rows),))
             torch.testing.assert_close(out[rows], expected, rtol=1e-5, atol=1e-5)
             start += length
-
-
-def test_rotation_is_undone_by_its_gradient() -> None:
-    """The rotation is orthogonal, so its backward pass turns the output back into the input."""
-    table = Rope(head_dim=WIDTH, base=10000.0).table(torch.arange(12), torch.float64)
-    x = torch.randn(12, HEADS, WIDTH, dtype=torch.float64, requires_grad=True)
-    out = rotate(x, table)
-    assert not torch.allclose(out[1:], x[1:])
-    torch.testing.assert_close(torch.autograd.grad(out, x, out.detach())[0], x, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("direct_length", [0, 1000], ids=["kernel", "products"])

@@ -12,9 +12,17 @@ from vime.models.shape import ModelShape
 
 
 def read_decoder(
-    config: HfConfig, *, head_dim: int | None = None, qk_layernorm: bool = False, add_qkv_bias: bool = False
+    config: HfConfig,
+    *,
+    head_dim: int | None = None,
+    rotary_percent: float = 1.0,
+    rotary_interleaved: bool = False,
+    qk_layernorm: bool = False,
+    add_qkv_bias: bool = False,
 ) -> ModelShape:
-    """The shape that config.json describes. ``head_dim`` is for a family whose default is not hidden size ÷ heads.
+    """The shape that config.json describes.
+
+    ``head_dim`` and ``rotary_percent`` are what a family means when its config.json does not say them.
 
     Raises:
         UserError: a value is missing, impossible, or stands for something which is not implemented.
@@ -37,6 +45,8 @@ def read_decoder(
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
         rotary_base=rotary_base,
         rope_scaling=rope_scaling,
+        rotary_percent=config.rotary_percent(rotary_percent),
+        rotary_interleaved=rotary_interleaved,
         max_position_embeddings=config.integer("max_position_embeddings"),
         tie_word_embeddings=config.flag("tie_word_embeddings"),
         qk_layernorm=qk_layernorm,

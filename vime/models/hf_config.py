@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from vime.errors import UserError
-from vime.models.shape import RopeScaling
+from vime.models.shape import RopeScaling, YarnScaling
 
 _MISSING = object()
 
@@ -77,33 +77,52 @@ class HfConfig:
         """The dtype of the weights: ``dtype`` since transformers 5, ``torch_dtype`` before."""
         return str(self._get("dtype", self._get("torch_dtype", "float32")))
 
-    def rotary(self) -> tuple[float, RopeScaling | None]:
+    def rotary(self) -> tuple[float, RopeScaling | YarnScaling | None]:
         """Base and scaling of the rotary positions.
 
         transformers 5 writes both into ``rope_parameters``; before, they were ``rope_theta`` and ``rope_scaling``.
         """
-        rope = HfConfig(self.path, self._get("rope_parameters", None) or self._get("rope_scaling", None) or {})
+        rope = self._rope()
         base = rope.number("rope_theta", self.values.get("rope_theta") or 10000.0)
+        readers: dict[str, Callable[[], RopeScaling | YarnScaling | None]]
+        readers = {"default": lambda: None, "llama3": rope._llama3, "yarn": lambda: rope._yarn(self)}
         kind = rope.values.get("rope_type") or rope.values.get("type") or "default"
-        if kind == "default":
-            return base, None
-        if kind != "llama3":
-            raise UserError(f"{self.path}: rope_type={kind!r} is not supported, only 'default' or 'llama3'")
-        return base, rope._llama3()
+        if kind not in readers:
+            raise UserError(f"{self.path}: rope_type={kind!r} is not supported, only 'default', 'llama3' or 'yarn'")
+        return base, readers[kind]()
+
+    def rotary_percent(self, default: float = 1.0) -> float:
+        """The part of a head's channels that is rotated; transformers 5 writes it into ``rope_parameters`` too."""
+        return self._rope().number("partial_rotary_factor", self.values.get("partial_rotary_factor") or default)
+
+    def _rope(self) -> HfConfig:
+        return HfConfig(self.path, self._get("rope_parameters", None) or self._get("rope_scaling", None) or {})
 
     def _llama3(self) -> RopeScaling:
-        scaling = RopeScaling(
+        return RopeScaling(
             factor=self.number("factor"),
             low_freq_factor=self.number("low_freq_factor"),
             high_freq_factor=self.number("high_freq_factor"),
             original_max_position_embeddings=self.integer("original_max_position_embeddings"),
         )
-        if scaling != RopeScaling(factor=scaling.factor):
-            raise UserError(
-                f"{self.path}: llama3 rope scaling is only supported with low_freq_factor 1, high_freq_factor 4 and "
-                f"original_max_position_embeddings 8192, not {scaling}"
-            )
-        return scaling
+
+    def _yarn(self, model: HfConfig) -> YarnScaling:
+        longest = model.integer("max_position_embeddings")
+        original = self.integer("original_max_position_embeddings", longest)
+        return YarnScaling(
+            factor=self.number("factor", longest / original),
+            original_max_position_embeddings=original,
+            beta_fast=self.number("beta_fast", 32.0),
+            beta_slow=self.number("beta_slow", 1.0),
+            mscale=self._number_or_none("mscale"),
+            mscale_all_dim=self._number_or_none("mscale_all_dim"),
+            given_attention_factor=self._number_or_none("attention_factor"),
+            truncate=self.flag("truncate", True),
+        )
+
+    def _number_or_none(self, key: str) -> float | None:
+        """A positive number; None where it is absent, null or 0."""
+        return self.number(key) if self.values.get(key) else None
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.values.get(key)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's stretching of rotary frequencies; Megatron fixes all of its parameters but the factor."""
+    """Llama 3's stretching of rotary frequencies."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -24,8 +25,27 @@ class YarnScaling:
     original_max_position_embeddings: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    given_attention_factor: float | None = None
+    truncate: bool = True  # the ramp between fast and slow waves begins and ends at whole channels
+
+    @property
+    def attention_factor(self) -> float:
+        """What cosine and sine are multiplied by, so that attention stays as sharp over a longer context."""
+        if self.given_attention_factor is not None:
+            return self.given_attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._sharpness(self.mscale) / self._sharpness(self.mscale_all_dim)
+        return self._sharpness(1.0)
+
+    @property
+    def softmax_factor(self) -> float:
+        """What latent attention multiplies its scores by: there also channels without rotation are to be sharpened."""
+        return self._sharpness(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _sharpness(self, weight: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +133,17 @@ class ModelShape:
     def heads_per_group(self) -> int:
         return self.num_attention_heads // self.num_query_groups
 
+    @property
+    def rotary_width(self) -> int:
+        """Channels of a head that are rotated."""
+        return self.mla.qk_rope_head_dim if self.mla else int(self.kv_channels * self.rotary_percent)
+
+    @property
+    def rotary_by_megatron(self) -> bool:
+        """Whether Megatron's own rotary positions are those of the model: it fixes Llama 3's bounds."""
+        scaling = self.rope_scaling
+        return self.mla is None and (scaling is None or scaling == RopeScaling(factor=scaling.factor))
+
     def padded_vocab_size(self, tensor_parallel_size: int = 1, divisible_by: int = 1) -> int:
         """Rows of Megatron's embedding: vocab_size rounded up so that each rank has a multiple of ``divisible_by``.
 
@@ -139,18 +170,23 @@ class ModelShape:
             "add_bias_linear": False,
             "add_qkv_bias": self.add_qkv_bias,
             "qk_layernorm": self.qk_layernorm,
+            "rotary_interleaved": self.rotary_interleaved,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
         } | ({} if self.moe is None else self.moe.transformer_fields(self.num_layers))
 
     def gpt_fields(self) -> dict[str, Any]:
-        """Keyword arguments for Megatron's GPTModel, without ``vocab_size``: that depends on the parallel layout."""
+        """Keyword arguments for Megatron's GPTModel, without ``vocab_size``: that depends on the parallel layout.
+
+        What they say of rotary positions counts only where Megatron computes these itself: under Transformer Engine.
+        """
         fields: dict[str, Any] = {
             "max_sequence_length": self.max_position_embeddings,
             "position_embedding_type": "rope",
             "rotary_base": self.rotary_base,
+            "rotary_percent": self.rotary_percent,
             "share_embeddings_and_output_weights": self.tie_word_embeddings,
         }
-        if self.rope_scaling is not None:
+        if isinstance(self.rope_scaling, RopeScaling):
             fields |= {"rope_scaling": True, "rope_scaling_factor": self.rope_scaling.factor}
         return fields

@@ -133,7 +133,12 @@ def make_rope(shape: ModelShape, config: Config) -> Rope | None:
     """The rotary positions that come with each micro-batch; None when the attention modules rotate by themselves."""
     if not modules(_implementation(config)).rotates:
         return None
-    return Rope(head_dim=shape.kv_channels, base=shape.rotary_base, scaling=shape.rope_scaling)
+    return Rope(
+        width=shape.rotary_width,
+        base=shape.rotary_base,
+        scaling=shape.rope_scaling,
+        interleaved=shape.rotary_interleaved,
+    )
 
 
 def _implementation(config: Config) -> str:

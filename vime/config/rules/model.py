@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
 Expected = Callable[["ModelShape"], Any]
 
+
+def _llama3_factor(shape: ModelShape) -> float | None:
+    from vime.models import RopeScaling
+
+    return shape.rope_scaling.factor if isinstance(shape.rope_scaling, RopeScaling) else None
+
+
 EXPECTED: Mapping[str, tuple[str, Expected]] = {
     "num_layers": ("--num-layers", lambda shape: shape.num_layers),
     "hidden_size": ("--hidden-size", lambda shape: shape.hidden_size),
@@ -26,8 +33,8 @@ EXPECTED: Mapping[str, tuple[str, Expected]] = {
     "kv_channels": ("--kv-channels", lambda shape: shape.kv_channels),
     "layernorm_epsilon": ("--norm-epsilon", lambda shape: shape.norm_epsilon),
     "rotary_base": ("--rotary-base", lambda shape: shape.rotary_base),
-    "rope_scaling_factor": ("--rope-scaling-factor", lambda shape: shape.rope_scaling and shape.rope_scaling.factor),
-    "use_rope_scaling": ("--use-rope-scaling", lambda shape: shape.rope_scaling is not None),
+    "rope_scaling_factor": ("--rope-scaling-factor", _llama3_factor),
+    "use_rope_scaling": ("--use-rope-scaling", lambda shape: _llama3_factor(shape) is not None),
     "qk_layernorm": ("--qk-layernorm", lambda shape: shape.qk_layernorm),
     "add_qkv_bias": ("--add-qkv-bias", lambda shape: shape.add_qkv_bias),
     "untie_embeddings_and_output_weights": (
@@ -38,11 +45,12 @@ EXPECTED: Mapping[str, tuple[str, Expected]] = {
     "swiglu": ("--swiglu", lambda shape: True),
     "gated_linear_unit": ("--gated-linear-unit", lambda shape: True),
     "add_bias_linear": ("--add-bias-linear", lambda shape: False),
-    "rotary_percent": ("--rotary-percent", lambda shape: 1.0),
+    "rotary_percent": ("--rotary-percent", lambda shape: shape.rotary_percent),
+    "rotary_interleaved": ("--rotary-interleaved", lambda shape: shape.rotary_interleaved),
     "num_moe_experts": ("--num-experts", lambda shape: None),
 }
-"""By the key in ``config.megatron``: how to call the flag, and what the model says. Every supported family has RMSNorm,
-SwiGLU without biases, and full rotary positions."""
+"""By the key in ``config.megatron``: how to call the flag, and what the model says. Every supported family has RMSNorm
+and SwiGLU without biases."""
 
 
 def shape_of(config: Config) -> ModelShape | None:
@@ -116,6 +124,18 @@ def engine_misses(shape: ModelShape, size: int) -> list[str]:
     return [f"{number} {what}" for what, number in cut if number % size]
 
 
+def rotary_positions(config: Config) -> Iterator[Violation]:
+    """Under Transformer Engine Megatron rotates by itself, and not everything can be said to it."""
+    shape = shape_or_none(config)
+    if shape is None or shape.rotary_by_megatron or config.megatron.get("transformer_impl") != "transformer_engine":
+        return
+    yield Violation(
+        f"--transformer-impl transformer_engine cannot rotate positions as {shape.architecture} does "
+        f"({shape.rope_scaling or 'latent attention'}); leave it local",
+        ("transformer_impl",),
+    )
+
+
 def prompts_fit(config: Config) -> Iterator[Violation]:
     """A prompt must leave room for one token of response."""
     limits = {
@@ -155,4 +175,4 @@ def shape_or_none(config: Config) -> ModelShape | None:
         return None
 
 
-RULES = (matches_config_json, engine_layout, prompts_fit, context_fits)
+RULES = (matches_config_json, engine_layout, rotary_positions, prompts_fit, context_fits)
