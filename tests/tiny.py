@@ -16,7 +16,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 VOCAB_SIZE = 512
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm", "glm4")
 
 
 @functools.cache
@@ -74,6 +74,7 @@ def make_model(
     import transformers
 
     classes = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+    classes |= {"glm": "Glm", "glm4": "Glm4"}
     tokenizer = make_tokenizer()
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,

@@ -40,7 +40,7 @@ def parallel_layout(
 
 
 def build(shape: ModelShape, dtype: str = "float32", *, divisible_by: int = 1) -> Any:
-    """A GPTModel of this rank with random weights."""
+    """A GPTModel of this rank with random weights, of Megatron's own layers where it has such ones."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -71,7 +71,12 @@ def build(shape: ModelShape, dtype: str = "float32", *, divisible_by: int = 1) -
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
     )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    if shape.post_norms:  # Megatron has no such layer
+        from vime.training.layers.spec import Modules, decoder_spec
+
+        spec = decoder_spec(shape, config, Modules())
+    else:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     model = GPTModel(
         config,
         spec,

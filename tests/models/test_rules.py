@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vime.models.rules import GatedConcat, QkvInterleave
+from vime.models.rules import GatedConcat, HfTensor, QkvInterleave, WeightRule
 
 HEADS_PER_GROUP, CHANNELS, GROUPS, HIDDEN = 2, 3, 4, 5
 QKV = QkvInterleave(HEADS_PER_GROUP, CHANNELS)
@@ -39,3 +39,13 @@ def test_gate_stands_over_up_on_every_rank() -> None:
     shard = GatedConcat().merge([gate.chunk(2)[1], up.chunk(2)[1]])
     assert torch.equal(shard, torch.cat([gate[2:], up[2:]]))
     assert all(torch.equal(a, b) for a, b in zip(GatedConcat().split(shard), (gate[2:], up[2:]), strict=True))
+
+
+def test_each_half_of_a_fused_projection_is_cut_for_itself() -> None:
+    """gate over up, two rows each, on two ranks: the first has row 0 of both halves."""
+    fused = HfTensor("gate_up_proj.weight", (4, 3))
+    rule = WeightRule(megatron="linear_fc1.weight", hf=(fused,), tp_dim=0, tp_parts=2)
+    assert [rule.shard_edges(fused, rank, 2) for rank in range(2)] == [[(0, 1), (2, 3)], [(1, 2), (3, 4)]]
+    whole = torch.arange(12).view(4, 3)
+    shards = [whole[[0, 2]], whole[[1, 3]]]
+    assert torch.equal(rule.join_shards(shards), whole)

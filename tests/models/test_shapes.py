@@ -67,7 +67,10 @@ def test_shape_agrees_with_transformers(tmp_path: Path, family: str, tied: bool)
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=tied,
         qk_layernorm=family.startswith("qwen3"),
-        add_qkv_bias=family == "qwen2",
+        add_qkv_bias=family in ("qwen2", "glm", "glm4"),
+        rotary_percent=0.5 if family in ("glm", "glm4") else 1.0,
+        rotary_interleaved=family in ("glm", "glm4"),
+        post_norms=family == "glm4",
         moe=MOE.get(family),
         dtype="bfloat16",
     )
@@ -191,7 +194,7 @@ def test_a_broken_config(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "'GPT2LMHeadModel' is not supported; these are: LlamaForCausalLM, Qwen2",
+            "'GPT2LMHeadModel' is not supported; these are: .*LlamaForCausalLM, Qwen2",
         ),
         ({"architectures": []}, "must name exactly one architecture"),
         ({"hidden_size": None}, "'hidden_size' is missing"),

@@ -39,6 +39,8 @@ def _of_response(reference: torch.nn.Module, sample: TrainSample, temperature: f
         ("qwen3", {}),
         ("qwen3_moe", {}),
         ("qwen3_moe", {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": []}),
+        ("glm", {}),
+        ("glm4", {}),
     ],
     ids=[
         "llama",
@@ -48,6 +50,8 @@ def _of_response(reference: torch.nn.Module, sample: TrainSample, temperature: f
         "qwen3: norms of heads",
         "qwen3_moe: experts",
         "qwen3_moe: weights that do not sum to 1",
+        "glm",
+        "glm4: norms on both sides",
     ],
 )
 def test_packed_log_probs_are_those_of_transformers_on_each_sample_alone(

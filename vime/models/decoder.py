@@ -15,14 +15,16 @@ def read_decoder(
     config: HfConfig,
     *,
     head_dim: int | None = None,
+    norm_epsilon: float = 1e-6,
     rotary_percent: float = 1.0,
     rotary_interleaved: bool = False,
     qk_layernorm: bool = False,
     add_qkv_bias: bool = False,
+    post_norms: bool = False,
 ) -> ModelShape:
     """The shape that config.json describes.
 
-    ``head_dim`` and ``rotary_percent`` are what a family means when its config.json does not say them.
+    ``head_dim``, ``norm_epsilon`` and ``rotary_percent`` are what a family means when its config.json does not say them.
 
     Raises:
         UserError: a value is missing, impossible, or stands for something which is not implemented.
@@ -42,7 +44,7 @@ def read_decoder(
         num_attention_heads=heads,
         num_query_groups=groups,
         kv_channels=config.integer("head_dim", head_dim or hidden_size // heads),
-        norm_epsilon=config.number("rms_norm_eps", 1e-6),
+        norm_epsilon=config.number("rms_norm_eps", norm_epsilon),
         rotary_base=rotary_base,
         rope_scaling=rope_scaling,
         rotary_percent=config.rotary_percent(rotary_percent),
@@ -51,12 +53,16 @@ def read_decoder(
         tie_word_embeddings=config.flag("tie_word_embeddings"),
         qk_layernorm=qk_layernorm,
         add_qkv_bias=add_qkv_bias,
+        post_norms=post_norms,
         dtype=config.dtype(),
     )
 
 
-def decoder_rules(shape: ModelShape) -> Iterator[WeightRule]:
-    """All parameters, in the order in which HF numbers them: embedding, layers, last norm, output layer."""
+def decoder_rules(shape: ModelShape, *, fused_gate_up: bool = False) -> Iterator[WeightRule]:
+    """All parameters, in the order in which HF numbers them: embedding, layers, last norm, output layer.
+
+    ``fused_gate_up``: the family stores the gate and up projections of an MLP as one tensor, gate over up.
+    """
     vocabulary = (shape.vocab_size, shape.hidden_size)
     yield WeightRule(
         megatron="embedding.word_embeddings.weight",
@@ -67,7 +73,7 @@ def decoder_rules(shape: ModelShape) -> Iterator[WeightRule]:
     )
     for layer in range(shape.num_layers):
         yield from _attention_rules(shape, layer)
-        yield from _mlp_rules(shape, layer)
+        yield from _mlp_rules(shape, layer, fused_gate_up)
     yield WeightRule(
         megatron="decoder.final_layernorm.weight", hf=(HfTensor("model.norm.weight", (shape.hidden_size,)),)
     )
@@ -105,15 +111,20 @@ def _attention_rules(shape: ModelShape, layer: int) -> Iterator[WeightRule]:
             yield WeightRule(megatron=f"{megatron}.{x}_layernorm.weight", hf=(norm,), layer=layer)
     out = HfTensor(f"{hf}.o_proj.weight", (shape.hidden_size, queries))
     yield WeightRule(megatron=f"{megatron}.linear_proj.weight", hf=(out,), tp_dim=1, layer=layer)
+    if shape.post_norms:
+        yield _norm_rule(shape, layer, "post_self_attn_layernorm", "post_self_attn_layernorm")
 
 
-def _mlp_rules(shape: ModelShape, layer: int) -> Iterator[WeightRule]:
+def _mlp_rules(shape: ModelShape, layer: int, fused_gate_up: bool) -> Iterator[WeightRule]:
     megatron, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
     yield _norm_rule(shape, layer, "pre_mlp_layernorm", "post_attention_layernorm")
-    if shape.moe is not None and layer not in shape.moe.dense_layers:
+    if shape.has_experts(layer):
         yield from moe_rules(shape, megatron, hf, layer)
     else:
-        yield from mlp_rules(megatron, hf, shape.hidden_size, shape.ffn_hidden_size, layer=layer)
+        sizes = shape.hidden_size, shape.ffn_hidden_size
+        yield from mlp_rules(megatron, hf, *sizes, layer=layer, fused=fused_gate_up)
+    if shape.post_norms:
+        yield _norm_rule(shape, layer, "post_mlp_layernorm", "post_mlp_layernorm")
 
 
 def _norm_rule(shape: ModelShape, layer: int, megatron: str, hf: str) -> WeightRule:

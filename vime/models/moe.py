@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vime.models.hf_config import HfConfig
-from vime.models.rules import GatedConcat, HfTensor, WeightRule
+from vime.models.rules import DIRECT, GatedConcat, HfTensor, WeightRule
 from vime.models.shape import ModelShape, MoeShape
 
 EXPERTS_THAT_RANK_A_GROUP = 2
@@ -66,14 +66,24 @@ def moe_rules(shape: ModelShape, megatron: str, hf: str, layer: int | None) -> I
 
 
 def mlp_rules(
-    megatron: str, hf: str, hidden: int, wide: int, *, layer: int | None, expert: int | None = None
+    megatron: str,
+    hf: str,
+    hidden: int,
+    wide: int,
+    *,
+    layer: int | None,
+    expert: int | None = None,
+    fused: bool = False,
 ) -> Iterator[WeightRule]:
-    """One gated MLP of ``wide`` channels: gate and up, then down."""
+    """One gated MLP of ``wide`` channels: gate and up, then down. ``fused``: HF has gate over up as one tensor."""
+    halves = [HfTensor(f"{hf}.{x}_proj.weight", (wide, hidden)) for x in ("gate", "up")]
+    whole = HfTensor(f"{hf}.gate_up_proj.weight", (2 * wide, hidden))
     yield WeightRule(
         megatron=f"{megatron}.linear_fc1.weight",
-        hf=tuple(HfTensor(f"{hf}.{x}_proj.weight", (wide, hidden)) for x in ("gate", "up")),
-        op=GatedConcat(),
+        hf=(whole,) if fused else tuple(halves),
+        op=DIRECT if fused else GatedConcat(),
         tp_dim=0,
+        tp_parts=2 if fused else 1,
         layer=layer,
         expert=expert,
     )

@@ -91,8 +91,24 @@ class WeightRule:
     hf: tuple[HfTensor, ...]
     op: Op = DIRECT
     tp_dim: int | None = None  # dimension of every HF tensor that tensor parallelism cuts; None: each rank has all
+    tp_parts: int = 1  # equal pieces of every HF tensor along ``tp_dim``, each of which is cut for itself
     vocabulary: bool = False  # rows are tokens: padded with zeros at the end before the cut
     layer: int | None = None  # the decoder layer that it belongs to
     expert: int | None = None  # the expert that it belongs to; experts are spread over expert-parallel ranks, and
     # ``tp_dim`` is then cut by expert tensor parallelism
     copies: tuple[str, ...] = ()  # further Megatron parameters with the same value, where a pipeline stage has them
+
+    def shard_edges(self, tensor: HfTensor, rank: int, size: int) -> list[tuple[int, int]]:
+        """Where the pieces of ``tensor`` that a rank of ``size`` has begin and end along ``tp_dim``."""
+        assert self.tp_dim is not None
+        length = tensor.shape[self.tp_dim] // (self.tp_parts * size)
+        starts = [(part * size + rank) * length for part in range(self.tp_parts)]
+        return [(start, start + length) for start in starts]
+
+    def join_shards(self, shards: Sequence[Tensor]) -> Tensor:
+        """The whole HF tensor of what all ranks have of it, in their order."""
+        import torch
+
+        assert self.tp_dim is not None
+        by_rank = [shard.chunk(self.tp_parts, dim=self.tp_dim) for shard in shards]
+        return torch.cat([pieces[part] for part in range(self.tp_parts) for pieces in by_rank], dim=self.tp_dim)

@@ -133,6 +133,10 @@ class ModelShape:
     def heads_per_group(self) -> int:
         return self.num_attention_heads // self.num_query_groups
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0 over all pipeline stages, has a mixture of experts instead of an MLP."""
+        return self.moe is not None and layer not in self.moe.dense_layers
+
     @property
     def rotary_width(self) -> int:
         """Channels of a head that are rotated."""

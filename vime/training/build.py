@@ -109,7 +109,7 @@ def _build_chunk(
         fields["position_embedding_type"] = "none"
     model = PolicyModel(
         megatron,
-        decoder_spec(megatron, blocks, vp_stage),
+        decoder_spec(shape, megatron, blocks, vp_stage),
         vocab_size=shape.padded_vocab_size(
             config.parallel.tensor_model_parallel_size, config.checkpoint.make_vocab_size_divisible_by
         ),

@@ -163,7 +163,7 @@ def _receive(
             shards = [
                 own[number] if rank == 0 else messages.next(rank, layout, tensor, rule) for rank in layout.holders(rule)
             ]
-            whole = shards[0] if len(shards) == 1 else torch.cat(shards, dim=rule.tp_dim or 0)
+            whole = shards[0] if len(shards) == 1 else rule.join_shards(shards)
             yield tensor.name, whole[: tensor.shape[0]] if rule.vocabulary else whole
 
 

@@ -177,10 +177,13 @@ def _read_shard(weights: HfWeights, tensor: HfTensor, rule: WeightRule, paramete
     else:
         rank = parallel_state.get_expert_tensor_parallel_rank()
         size = parallel_state.get_expert_tensor_parallel_world_size()
-    length = tensor.shape[rule.tp_dim]
-    piece = parameter.shape[0] if rule.vocabulary else length // size
-    start, stop = (min(edge, length) for edge in (rank * piece, (rank + 1) * piece))
-    part = weights.read(tensor.name, rule.tp_dim, start, stop)
     if rule.vocabulary:
-        part = torch.nn.functional.pad(part, (0, 0, 0, piece - part.shape[0]))
-    return part
+        return _read_vocabulary(weights, tensor, parameter.shape[0], rank)
+    edges = rule.shard_edges(tensor, rank, size)
+    return torch.cat([weights.read(tensor.name, rule.tp_dim, start, stop) for start, stop in edges], dim=rule.tp_dim)
+
+
+def _read_vocabulary(weights: HfWeights, tensor: HfTensor, rows: int, rank: int) -> Tensor:
+    start, stop = (min(edge, tensor.shape[0]) for edge in (rank * rows, (rank + 1) * rows))
+    part = weights.read(tensor.name, 0, start, stop)
+    return torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[0]))

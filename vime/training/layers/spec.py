@@ -24,9 +24,11 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from vime.models import ModelShape
 from vime.training.layers.attention import Attention
 from vime.training.layers.moe import MoeTransformerLayer, moe_spec
 from vime.training.layers.norm import Norm
+from vime.training.layers.sandwich import SandwichLayer
 
 __all__ = ["Modules", "decoder_spec", "layer_spec", "modules"]
 
@@ -66,19 +68,24 @@ def modules(implementation: str = "local") -> Modules:
     )
 
 
-def decoder_spec(config: TransformerConfig, blocks: Modules, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def decoder_spec(
+    shape: ModelShape, config: TransformerConfig, blocks: Modules, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage and the last norm."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    layers = [layer_spec(config, blocks, has_experts=_has_experts(config, number)) for number in numbers]
+    layers = [layer_spec(shape, config, blocks, has_experts=shape.has_experts(number)) for number in numbers]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=blocks.norm)
 
 
-def layer_spec(config: TransformerConfig, blocks: Modules, *, has_experts: bool) -> ModuleSpec:
+def layer_spec(shape: ModelShape, config: TransformerConfig, blocks: Modules, *, has_experts: bool) -> ModuleSpec:
     """One layer, with a mixture of experts or an ordinary MLP."""
+    assert not (has_experts and shape.post_norms), "no family has both"
+    plain = SandwichLayer if shape.post_norms else TransformerLayer
     mlp = MLPSubmodules(linear_fc1=blocks.column_linear, linear_fc2=blocks.row_linear)
     return ModuleSpec(
-        module=MoeTransformerLayer if has_experts else TransformerLayer,
+        module=MoeTransformerLayer if has_experts else plain,
+        params={"post_norm": blocks.norm} if shape.post_norms else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=blocks.norm,
             self_attention=_attention(config, blocks),
@@ -88,11 +95,6 @@ def layer_spec(config: TransformerConfig, blocks: Modules, *, has_experts: bool)
             mlp_bda=get_bias_dropout_add,
         ),
     )
-
-
-def _has_experts(config: TransformerConfig, layer: int) -> bool:
-    """``layer`` counts from 0 over all pipeline stages; ``ModelShape`` gives Megatron one number a layer."""
-    return config.num_moe_experts is not None and bool(config.moe_layer_freq[layer])
 
 
 def _attention(config: TransformerConfig, blocks: Modules) -> ModuleSpec:
