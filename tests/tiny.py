@@ -16,7 +16,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 VOCAB_SIZE = 512
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm", "glm4")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm", "glm4", "glm4_moe")
 
 
 @functools.cache
@@ -74,7 +74,7 @@ def make_model(
     import transformers
 
     classes = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
-    classes |= {"glm": "Glm", "glm4": "Glm4"}
+    classes |= {"glm": "Glm", "glm4": "Glm4", "glm4_moe": "Glm4Moe"}
     tokenizer = make_tokenizer()
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -98,6 +98,10 @@ def make_model(
     if family == "qwen3_moe":  # the first layer is dense
         fields |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [0]}
         fields |= {"norm_topk_prob": True}
+    if family == "glm4_moe":  # the best of two groups of experts, and one that sees every token
+        fields |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1}
+        fields |= {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5}
+        fields |= {"use_qk_norm": True, "attention_bias": True}
     fields |= overrides
     config = getattr(transformers, classes[family] + "Config")(**fields)
     with torch.random.fork_rng():
@@ -106,7 +110,13 @@ def make_model(
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # norms and biases away from their initial ones and zeros, so that tests see them
                 torch.nn.init.normal_(parameter, mean=0.0 if "bias" in name else 1.0, std=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.1)
+    float32 = {name: buffer.clone() for name, buffer in model.named_buffers() if "e_score_correction_bias" in name}
     model = model.to(getattr(torch, dtype))
+    for name, buffer in float32.items():  # as public checkpoints have it
+        model.get_buffer(name).data = buffer
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id], pad_token_id=tokenizer.pad_token_id
     )

@@ -38,7 +38,19 @@ LLAMA: dict[str, Any] = {
 }
 
 
-MOE = {"qwen3_moe": MoeShape(num_experts=8, top_k=2, ffn_hidden_size=48, dense_layers=frozenset({0}))}
+EXPERTS: dict[str, Any] = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 48, "dense_layers": frozenset({0})}
+MOE = {
+    "qwen3_moe": MoeShape(**EXPERTS),
+    "glm4_moe": MoeShape(
+        **EXPERTS,
+        shared_ffn_hidden_size=48,
+        score_function="sigmoid",
+        scaling_factor=1.5,
+        expert_bias=True,
+        num_groups=2,
+        top_k_groups=1,
+    ),
+}
 
 
 def write(folder: Path, config: dict[str, Any]) -> Path:
@@ -66,9 +78,9 @@ def test_shape_agrees_with_transformers(tmp_path: Path, family: str, tied: bool)
         rotary_base=10000.0,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=tied,
-        qk_layernorm=family.startswith("qwen3"),
-        add_qkv_bias=family in ("qwen2", "glm", "glm4"),
-        rotary_percent=0.5 if family in ("glm", "glm4") else 1.0,
+        qk_layernorm=family in ("qwen3", "qwen3_moe", "glm4_moe"),
+        add_qkv_bias=family in ("qwen2", "glm", "glm4", "glm4_moe"),
+        rotary_percent=0.5 if family.startswith("glm") else 1.0,
         rotary_interleaved=family in ("glm", "glm4"),
         post_norms=family == "glm4",
         moe=MOE.get(family),
@@ -194,7 +206,7 @@ def test_a_broken_config(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "'GPT2LMHeadModel' is not supported; these are: .*LlamaForCausalLM, Qwen2",
+            "'GPT2LMHeadModel' is not supported; these are: .*LlamaForCausalLM, .*Qwen2",
         ),
         ({"architectures": []}, "must name exactly one architecture"),
         ({"hidden_size": None}, "'hidden_size' is missing"),

@@ -18,7 +18,7 @@ from vime.errors import UserError
 from vime.models import load_shape
 
 CASES = [("llama", False), ("llama", True), ("qwen2", False), ("qwen2", True), ("qwen3", False), ("qwen3", True)]
-CASES += [("qwen3_moe", False), ("glm", False), ("glm4", False)]
+CASES += [("qwen3_moe", False), ("glm", False), ("glm4", False), ("glm4_moe", False)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -130,6 +130,13 @@ def test_an_explicit_copy_of_a_tied_head_and_old_rotary_buffers_are_ignored(tmp_
     load(rewrite(make_model(tmp_path, tied=True), add))
 
 
+def test_layers_behind_the_last_one_are_ignored(tmp_path: Path) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.2.eh_proj.weight"] = torch.ones(64, 128)
+
+    load(rewrite(make_model(tmp_path, "glm4_moe"), add))
+
+
 def test_a_folder_without_safetensors_is_told(tmp_path: Path) -> None:
     hf_dir = make_model(tmp_path)
     (hf_dir / "model.safetensors").rename(hf_dir / "pytorch_model.bin")
@@ -235,6 +242,8 @@ LAYOUTS = [  # family, tied, ranks, and how they are divided
     ("qwen3_moe", False, 4, {"TP": 2, "EP": 2}),
     ("qwen3_moe", False, 4, {"TP": 2, "EP": 2, "ETP": 2}),
     ("qwen3_moe", True, 4, {"PP": 2, "EP": 2}),
+    ("glm4_moe", False, 2, {"EP": 2}),
+    ("glm4_moe", False, 4, {"TP": 2, "EP": 2, "ETP": 2}),
 ]
 
 

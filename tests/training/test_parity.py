@@ -41,6 +41,7 @@ def _of_response(reference: torch.nn.Module, sample: TrainSample, temperature: f
         ("qwen3_moe", {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": []}),
         ("glm", {}),
         ("glm4", {}),
+        ("glm4_moe", {}),
     ],
     ids=[
         "llama",
@@ -52,6 +53,7 @@ def _of_response(reference: torch.nn.Module, sample: TrainSample, temperature: f
         "qwen3_moe: weights that do not sum to 1",
         "glm",
         "glm4: norms on both sides",
+        "glm4_moe: groups of experts, a shared one, half of each head rotated",
     ],
 )
 def test_packed_log_probs_are_those_of_transformers_on_each_sample_alone(

@@ -1,0 +1,25 @@
+"""GLM-4.5, 4.6 and 4.7: experts as in DeepSeek-V3 behind grouped-query attention that rotates half of each head."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from vime.models.decoder import decoder_rules, read_decoder
+from vime.models.family import Family
+from vime.models.hf_config import HfConfig
+from vime.models.moe import read_sigmoid_moe
+from vime.models.shape import ModelShape
+
+
+def read(config: HfConfig) -> ModelShape:
+    """The layer behind the last one, which predicts a further token, is not part of the shape: it is left out."""
+    shape = read_decoder(
+        config,
+        rotary_percent=0.5,
+        qk_layernorm=config.flag("use_qk_norm"),
+        add_qkv_bias=config.flag("attention_bias"),
+    )
+    return dataclasses.replace(shape, moe=read_sigmoid_moe(config, shape.num_layers))
+
+
+FAMILY = Family(architecture="Glm4MoeForCausalLM", read=read, rules=decoder_rules)
