@@ -24,7 +24,7 @@ def read_decoder(
 ) -> ModelShape:
     """The shape that config.json describes.
 
-    ``head_dim``, ``norm_epsilon`` and ``rotary_percent`` are what a family means when its config.json does not say them.
+    ``head_dim``, ``norm_epsilon`` and ``rotary_percent`` are what a family means when its config.json does not say it.
 
     Raises:
         UserError: a value is missing, impossible, or stands for something which is not implemented.

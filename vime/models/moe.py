@@ -13,8 +13,10 @@ EXPERTS_THAT_RANK_A_GROUP = 2
 
 
 def read_sigmoid_moe(config: HfConfig, num_layers: int) -> MoeShape:
-    """Experts as DeepSeek-V3 has them (https://arxiv.org/abs/2412.19437, section 2.1.2): the first layers are dense, one
-    expert sees every token, scores are sigmoids, and a bias that is no part of the weights keeps the load even.
+    """Experts as DeepSeek-V3 has them (https://arxiv.org/abs/2412.19437, section 2.1.2).
+
+    The first layers are dense, one expert sees every token, scores are sigmoids, and a bias that is no part of the
+    weights keeps the load even.
 
     Raises:
         UserError: a value is missing or impossible, or the groups are chosen in another way than Megatron does it.

@@ -1,4 +1,4 @@
-"""GLM-4 of 2024 (glm-4-9b-hf): half of each head is rotated, neighbouring channels together; gate and up are one tensor."""
+"""GLM-4 of 2024 (glm-4-9b-hf): half of each head is rotated, neighbours together; gate and up are one tensor."""
 
 from __future__ import annotations
 

@@ -7,6 +7,4 @@ import functools
 from vime.models.families import glm
 from vime.models.family import Family
 
-FAMILY = Family(
-    architecture="Glm4ForCausalLM", read=functools.partial(glm.read, post_norms=True), rules=glm.rules
-)
+FAMILY = Family(architecture="Glm4ForCausalLM", read=functools.partial(glm.read, post_norms=True), rules=glm.rules)
