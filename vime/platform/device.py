@@ -21,6 +21,7 @@ class Platform:
     name: str  # "cpu" or "cuda"
     backend: str  # of torch.distributed
     segment_kernel: bool  # there is a fused attention kernel for packed segments (flash attention)
+    fused_kernels: bool  # Triton kernels run here
     slice_elements: int  # float32 elements to work on at a time: few enough for a cache, enough to fill the device
 
     def device(self, local_rank: int = 0) -> torch.device:
@@ -74,8 +75,10 @@ class Platform:
             apply_patches()
 
 
-CPU = Platform(name="cpu", backend="gloo", segment_kernel=False, slice_elements=1 << 20)
-CUDA = Platform(name="cuda", backend="cpu:gloo,cuda:nccl", segment_kernel=True, slice_elements=1 << 26)
+CPU = Platform(name="cpu", backend="gloo", segment_kernel=False, fused_kernels=False, slice_elements=1 << 20)
+CUDA = Platform(
+    name="cuda", backend="cpu:gloo,cuda:nccl", segment_kernel=True, fused_kernels=True, slice_elements=1 << 26
+)
 
 
 @functools.cache

@@ -9,9 +9,8 @@ Shape suffixes: t wanted tokens, h hidden size, v rows of the vocabulary on this
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -87,13 +86,11 @@ class _Head(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         log_probs, entropy, log_sums = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         blocks = _blocks(len(hidden), vocabulary.size, LOGIT_ELEMENTS)
-        scratch = _Scratch(len(hidden), vocabulary.size, hidden.device)
+        softmax = _softmax(len(hidden), vocabulary, scale, hidden.device)
         logits = None
         for block in blocks:
             logits = hidden[block] @ weight[: vocabulary.size].t()
-            for part, here in scratch.parts(block):
-                found = _statistics(scratch.scores(logits[part], scale), scratch.second, targets[here], vocabulary)
-                log_probs[here], entropy[here], log_sums[here] = found
+            log_probs[block], entropy[block], log_sums[block] = softmax.statistics(logits, targets[block])
         ctx.save_for_backward(hidden, weight, targets, entropy, log_sums)
         ctx.vocabulary, ctx.scale, ctx.blocks = vocabulary, scale, blocks
         ctx.kept_logits = logits if len(blocks) == 1 and any(ctx.needs_input_grad) else None
@@ -105,18 +102,16 @@ class _Head(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, weight, targets, entropy, log_sums = ctx.saved_tensors
         rows = weight[: ctx.vocabulary.size]
-        scratch = _Scratch(len(hidden), ctx.vocabulary.size, hidden.device)
+        softmax = _softmax(len(hidden), ctx.vocabulary, ctx.scale, hidden.device)
         d_hidden = torch.empty_like(hidden)
         d_rows = None
         for block in ctx.blocks:
             logits, ctx.kept_logits = ctx.kept_logits, None  # it is overwritten; a second backward computes it again
             logits = hidden[block] @ rows.t() if logits is None else logits
-            for part, here in scratch.parts(block):
-                scores = scratch.scores(logits[part], ctx.scale).sub_(log_sums[here, None])
-                gradients = (None if g is None else g[here] * ctx.scale for g in (d_log_probs, d_entropy))
-                logits[part] = _gradient(scores, targets[here], entropy[here], ctx.vocabulary, *gradients)
+            gradients = (None if g is None else g[block] for g in (d_log_probs, d_entropy))
+            softmax.to_gradient_(logits, targets[block], log_sums[block], entropy[block], *gradients)
             torch.mm(logits, rows, out=d_hidden[block])
-            d_rows = _added(d_rows, logits.t() @ hidden[block])
+            d_rows = _add_product(d_rows, logits, hidden[block])
         if d_rows is None:  # a context-parallel rank may have no response token to predict
             return d_hidden, torch.zeros_like(weight), None, None, None
         d_weight = d_rows.to(weight.dtype)
@@ -131,23 +126,111 @@ def _blocks(tokens: int, width: int, elements: int) -> list[slice]:
     return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]
 
 
-class _Scratch:
-    """Two float32 buffers for a slice of logits, used again for every slice: fresh memory of that size costs more than
-    what is computed in it."""
+class _Softmax(Protocol):
+    """What is computed of the logits of one block [T, V], which both methods may overwrite."""
 
-    def __init__(self, tokens: int, width: int, device: torch.device) -> None:
-        self._width, self._elements = width, current().slice_elements
-        shape = (min(max(self._elements // width, 1), tokens), width)
-        self._first, self.second = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+    def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probability of the targets, entropy, and logarithm of the softmax's denominator; each float32 [T]."""
 
-    def parts(self, block: slice) -> Iterator[tuple[slice, slice]]:
-        """Slices of a block that fit: inside the block, and in the whole."""
-        for part in _blocks(block.stop - block.start, self._width, self._elements):
-            yield part, slice(block.start + part.start, block.start + part.stop)
+    def to_gradient_(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        log_sums: Tensor,
+        entropy: Tensor,
+        d_chosen: Tensor | None,
+        d_entropy: Tensor | None,
+    ) -> None:
+        """Replaces the logits by their gradient, from those of the log-probabilities and of the entropies.
 
-    def scores(self, logits: Tensor, scale: float) -> Tensor:
-        """The logits times ``scale``, in the first buffer."""
-        return self._first[: len(logits)].copy_(logits).mul_(scale)
+        For a log-probability it is ``1[j = target] - p_j``, for an entropy ``-p_j (log p_j + entropy)``.
+        """
+
+
+def _softmax(tokens: int, vocabulary: Vocabulary, scale: float, device: torch.device) -> _Softmax:
+    if current().fused_kernels:
+        return _FusedSoftmax(vocabulary, scale)
+    return _SlicedSoftmax(tokens, vocabulary, scale, device)
+
+
+@dataclass(frozen=True, slots=True)
+class _FusedSoftmax:
+    """Reads the logits once, by a kernel."""
+
+    vocabulary: Vocabulary
+    scale: float
+
+    def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        from vime.training.kernels.softmax import row_statistics
+
+        mine = row_statistics(logits, self._columns(targets), self.scale)
+        peak = self.vocabulary.max(mine.peak.clone())
+        shift = mine.peak - peak
+        shrink = shift.exp()
+        sums = torch.stack(
+            (mine.chosen, mine.denominator * shrink, (mine.weighted + shift * mine.denominator) * shrink)
+        )
+        chosen, total, weighted = self.vocabulary.sum(sums)
+        log_total = total.log()
+        return chosen - peak - log_total, log_total - weighted / total, log_total + peak
+
+    def to_gradient_(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        log_sums: Tensor,
+        entropy: Tensor,
+        d_chosen: Tensor | None,
+        d_entropy: Tensor | None,
+    ) -> None:
+        from vime.training.kernels.softmax import logits_to_gradient_
+
+        none = torch.zeros_like(entropy)
+        of_chosen, of_entropy = (none if g is None else g.contiguous() for g in (d_chosen, d_entropy))
+        logits_to_gradient_(logits, self._columns(targets), log_sums, entropy, of_chosen, of_entropy, self.scale)
+
+    def _columns(self, targets: Tensor) -> Tensor:
+        column, mine = _columns(targets, self.vocabulary)
+        return column.squeeze(1).masked_fill(~mine, -1)
+
+
+class _SlicedSoftmax:
+    """A slice at a time, in two float32 buffers that are used again for every slice: fresh memory of that size costs
+    more than what is computed in it."""
+
+    def __init__(self, tokens: int, vocabulary: Vocabulary, scale: float, device: torch.device) -> None:
+        self._vocabulary, self._scale, self._elements = vocabulary, scale, current().slice_elements
+        shape = (min(max(self._elements // vocabulary.size, 1), tokens), vocabulary.size)
+        self._first, self._second = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+
+    def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found = [
+            _statistics(self._scores(logits[part]), self._second, targets[part], self._vocabulary)
+            for part in self._parts(logits)
+        ]
+        log_probs, entropy, log_sums = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return log_probs, entropy, log_sums
+
+    def to_gradient_(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        log_sums: Tensor,
+        entropy: Tensor,
+        d_chosen: Tensor | None,
+        d_entropy: Tensor | None,
+    ) -> None:
+        for part in self._parts(logits):
+            log_probs = self._scores(logits[part]).sub_(log_sums[part, None])
+            gradients = (None if g is None else g[part] * self._scale for g in (d_chosen, d_entropy))
+            logits[part] = _gradient(log_probs, targets[part], entropy[part], self._vocabulary, *gradients)
+
+    def _parts(self, logits: Tensor) -> list[slice]:
+        return _blocks(len(logits), self._vocabulary.size, self._elements)
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        """The logits times the scale, in the first buffer."""
+        return self._first[: len(logits)].copy_(logits).mul_(self._scale)
 
 
 def _statistics(
@@ -174,8 +257,7 @@ def _gradient(
     d_chosen: Tensor | None,
     d_entropy: Tensor | None,
 ) -> Tensor:
-    """The gradient of the logits, from those of the log-probabilities (``1[j = target] - p_j``) and of the entropy
-    (``-p_j (log p_j + entropy)``). ``log_probs`` are of all columns and are overwritten."""
+    """The gradient of the logits; ``log_probs`` are of all columns and are overwritten."""
     d_chosen = torch.zeros_like(entropy) if d_chosen is None else d_chosen
     if d_entropy is None:
         gradient = log_probs.exp_().mul_(-d_chosen[:, None])
@@ -193,6 +275,11 @@ def _columns(targets: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
     return local.clamp(0, vocabulary.size - 1)[:, None], mine
 
 
-def _added(total: Tensor | None, part: Tensor) -> Tensor:
-    """Sums of several blocks are kept in float32."""
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """total [V, H] plus left [T, V] transposed times right [T, H]. Sums of several blocks are kept in float32."""
+    if current().fused_kernels and left.dtype != torch.float32:
+        if total is None:
+            return torch.mm(left.t(), right, out_dtype=torch.float32)
+        return torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)
+    part = left.t() @ right
     return part if total is None else total.float().add_(part)

@@ -75,6 +75,7 @@ class Learner:
                 value, partial = policy_objective(answer_of(output), batch, given, mean, self.settings)
                 return value * (micro_batches * ranks), one, partial
 
+            batch.segments.kept = {} if chunk.config.recompute_granularity == "full" else None
             output = run(chunk, batch, self.temperature, entropy_gradient=self.settings.entropy_coef != 0)
             return output, loss
 

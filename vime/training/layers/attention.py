@@ -9,7 +9,6 @@ heads, G key/value heads, D width of a head, E width of a value (mostly D too), 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from vime.platform import current
 from vime.training.layers.context import gather_parts
+from vime.training.layers.flash import flash_attention
 from vime.training.layers.rope import rotate
 from vime.training.layers.segments import Cells, SegmentGroup, Segments
 
@@ -59,7 +59,7 @@ class Attention(MegatronModule):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.scale = softmax_scale
+        self.scale, self.layer = softmax_scale, layer_number
 
     def forward(
         self,
@@ -75,19 +75,21 @@ class Attention(MegatronModule):  # type: ignore[misc]
         assert isinstance(packed_seq_params, Segments), "micro-batches are always packed"
         if packed_seq_params.rope is not None:
             query, key = (rotate(x, packed_seq_params.rope) for x in (query, key))
-        return attend(query, key, value, packed_seq_params, scale=self.scale).flatten(1)
+        return attend(query, key, value, packed_seq_params, scale=self.scale, layer=self.layer).flatten(1)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float | None = None) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float | None = None, layer: int = 0
+) -> Tensor:
     """Causal attention of each segment to itself, [T, H, D], [T, G, D], [T, G, E] → [T, H, E].
 
-    ``scale`` defaults to D^-½. Under context parallelism it is collective.
+    ``scale`` defaults to D^-½. ``layer`` is its number in the model. Under context parallelism it is collective.
     """
     if segments.part is not None and segments.part.group is not None:
         both = gather_parts(torch.cat((key, value), dim=-1), segments.part.group)
         key, value = both.tensor_split((key.shape[-1],), dim=-1)
     if current().segment_kernel and query.dtype in (torch.bfloat16, torch.float16):
-        return _flash(query, key, value, segments, scale)
+        return _flash(query, key, value, segments, scale, layer)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     groups = segments.groups
     if len(groups) == 1 and groups[0].whole:
@@ -190,30 +192,16 @@ def _later(length: int, device: torch.device) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None, layer: int) -> Tensor:
     """The kernel lets the last query of a segment see its last key, so fewer queries than keys are the last ones."""
-    from torch.nn.attention.varlen import varlen_attn
-
     if segments.part is not None:
         key, value = (_gather(x, (segments.keys_of_runs,), once=False)[0] for x in (key, value))
     width = value.shape[-1]
-    value = F.pad(value, (0, key.shape[-1] - width))  # the kernel wants them as wide as the keys
+    if width < key.shape[-1]:
+        value = F.pad(value, (0, key.shape[-1] - width))  # the kernel wants them as wide as the keys
     q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
     offsets = segments.cu_seqlens_q, segments.cu_seqlens_kv
     longest = segments.max_seqlen_q, segments.max_seqlen_kv
-    out = varlen_attn(q, k, v, *offsets, *longest, scale=scale, **_causal_arguments())
-    assert isinstance(out, Tensor), "a tuple comes only when more is asked for"
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out = flash_attention(q, k, v, offsets, longest, scale, layer=layer, kept=segments.kept)
     return out[..., :width]
-
-
-@functools.cache
-def _causal_arguments() -> dict[str, Any]:
-    """How this torch's ``varlen_attn`` is told to be causal and that heads may share keys: 2.11 and 2.13 differ.
-
-    Where there is no ``enable_gqa``, fewer key heads than query heads are understood without it.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    parameters = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
-    return causal | ({"enable_gqa": True} if "enable_gqa" in parameters else {})

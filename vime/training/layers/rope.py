@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vime.models import RopeScaling, YarnScaling
+from vime.platform import current
 
 __all__ = ["Rope", "RopeTable", "rotate"]
 
@@ -97,6 +98,10 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x_thd: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    if current().fused_kernels:
+        from vime.training.kernels.rotary import rotated
+
+        return rotated(x_thd, cos, sin, interleaved=interleaved)
     width = 2 * cos.shape[-1]
     out = torch.empty_like(x_thd, memory_format=torch.contiguous_format)
     first, second = _partners(x_thd[..., :width], interleaved)

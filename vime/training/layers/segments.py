@@ -21,6 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from vime.training.layers.context import ContextPart
+from vime.training.layers.flash import Kept
 from vime.training.layers.rope import RopeTable
 from vime.training.replay import Routes
 
@@ -83,6 +84,7 @@ class Segments(PackedSeqParams):  # type: ignore[misc]
 
     trees: tuple[Tree, ...] = ()  # of each segment of the whole pack, on the host
     rope: RopeTable | None = field(default=None, repr=False)  # of the tokens that this rank has
+    kept: Kept | None = field(default=None, repr=False)  # of attention, while layers wait to be computed again
     part: ContextPart | None = None  # under context parallelism
     routes: Routes | None = field(default=None, repr=False)  # which experts to choose; None: routers choose freely
 

@@ -13,10 +13,10 @@ from typing import Any
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -26,9 +26,11 @@ from megatron.core.transformer.transformer_layer import (
 
 from vime.models import ModelShape
 from vime.training.layers.attention import Attention
+from vime.training.layers.mlp import GatedMlp
 from vime.training.layers.moe import MoeTransformerLayer, moe_spec
 from vime.training.layers.norm import Norm
 from vime.training.layers.sandwich import SandwichLayer
+from vime.training.layers.self_attention import self_attention
 
 __all__ = ["Modules", "decoder_spec", "layer_spec", "modules"]
 
@@ -91,7 +93,7 @@ def layer_spec(shape: ModelShape, config: TransformerConfig, blocks: Modules, *,
             self_attention=_attention(config, blocks),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=blocks.norm,
-            mlp=moe_spec(mlp) if has_experts else ModuleSpec(module=MLP, submodules=mlp),
+            mlp=moe_spec(mlp) if has_experts else ModuleSpec(module=GatedMlp, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -100,7 +102,7 @@ def layer_spec(shape: ModelShape, config: TransformerConfig, blocks: Modules, *,
 def _attention(config: TransformerConfig, blocks: Modules) -> ModuleSpec:
     head_norm = blocks.norm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
-        module=SelfAttention,
+        module=self_attention(),
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=blocks.column_linear,
