@@ -3,14 +3,13 @@
     source scripts/models/qwen3-4B.sh
     python tools/convert_hf_to_torch_dist.py ${MODEL_ARGS[@]} --hf-checkpoint Qwen3-4B --save Qwen3-4B_torch_dist
 
-The model's shape comes from its config.json; MODEL_ARGS are checked against it. With torchrun the processes share the
-layers, for models that do not fit into one.
+The model's shape comes from its config.json; MODEL_ARGS are checked against it. Memory is bounded by the largest
+parameter, not by the model. With torchrun the processes share the work.
 """
 
 from __future__ import annotations
 
 import sys
-import warnings
 
 from vime.errors import UserError
 
@@ -19,7 +18,6 @@ def main() -> None:
     if len(sys.argv) == 1 or {"-h", "--help"} & set(sys.argv):
         print(__doc__)
         raise SystemExit(0)
-    warnings.simplefilter("ignore")  # Megatron's, on what is not installed or deprecated
     from vime.training.convert import hf_to_torch_dist
 
     try:

@@ -3,14 +3,13 @@
     python tools/convert_torch_dist_to_hf.py --input-dir run/iter_0000020 --output-dir Qwen3-4B-20 \\
         --origin-hf-dir Qwen3-4B
 
-Config and tokenizer are those of --origin-hf-dir. Further flags (MODEL_ARGS, the parallel layout under torchrun) are
-those of training.
+Config and tokenizer are those of --origin-hf-dir. Further flags (MODEL_ARGS) are those of training. Memory is bounded
+by the largest parameter, not by the model. With torchrun the processes share the files to write.
 """
 
 from __future__ import annotations
 
 import argparse
-import warnings
 from pathlib import Path
 
 from vime.errors import UserError
@@ -25,7 +24,6 @@ def main() -> None:
     parser.add_argument("--origin-hf-dir", type=Path, required=True, help="where config and tokenizer come from")
     parser.add_argument("--vocab-size", type=int, help="embedding rows to keep, if not as many as config.json says")
     args, flags = parser.parse_known_args()
-    warnings.simplefilter("ignore")  # Megatron's, on what is not installed or deprecated
     from vime.training.convert import torch_dist_to_hf
 
     try:

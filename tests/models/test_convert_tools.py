@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -142,7 +144,155 @@ def test_what_is_required_is_said(tmp_path: Path) -> None:
         to_torch_dist("--num-layer", 2, "--hf-checkpoint", hf_dir, "--save", tmp_path / "td")
 
 
-def test_layers_that_processes_cannot_share_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(UserError, match="3 processes cannot share 2 layers evenly"):
-        to_torch_dist("--hf-checkpoint", make_model(tmp_path / "hf"), "--save", tmp_path / "td")
+def test_any_number_of_processes_shares_the_parameters() -> None:
+    from vime.training.convert import _share
+
+    sizes = [100, 1, 1, 1, 97, 3, 3, 94, 100]
+    parts = [_share(sizes, lambda size: size, rank, 4) for rank in range(4)]
+    assert parts == [[100], [1, 1, 1, 97], [3, 3, 94], [100]]
+    many = [_share(sizes, lambda size: size, rank, 20) for rank in range(20)]
+    assert [size for part in many for size in part] == sizes
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"), [("qwen2", False), ("llama", True), ("qwen3_moe", False), ("glm4_moe", False)]
+)
+def test_the_checkpoint_is_the_one_that_megatron_writes(tmp_path: Path, family: str, tied: bool) -> None:
+    """The same tensors under the same names, with the same bits; Megatron loads them."""
+    from vime.models.torch_dist import Place, TorchDistReader
+
+    hf_dir = make_model(tmp_path / "hf", family, tied=tied, dtype="bfloat16", vocab_size=515)
+    flags = ["--make-vocab-size-divisible-by", "128"]
+    ours = TorchDistReader(to_torch_dist("--hf-checkpoint", hf_dir, "--save", tmp_path / "td", *flags))
+    with parallel_layout():
+        from megatron.core.dist_checkpointing import load_content_metadata
+
+        from vime.training.checkpoint import load_weights, save_megatron, weights_of
+
+        learner = Learner(hf_dir, "--bf16", *flags)
+        (tmp_path / "megatrons").mkdir()
+        save_megatron(tmp_path / "megatrons", learner.chunks)
+        assert weights_of(ours.folder) == weights_of(tmp_path / "megatrons")
+        assert load_content_metadata(str(ours.folder)) == {"optimizer": False, "scheduler": False}
+        theirs = TorchDistReader(tmp_path / "megatrons")
+        for key in weights_of(ours.folder):
+            assert torch.equal(ours.read(Place(key)), theirs.read(Place(key))), key
+        expected = learner.weights()
+        for parameter in learner.chunks[0].parameters():
+            parameter.data.zero_()
+        load_weights(ours.folder, learner.chunks)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in learner.weights().items())
+
+
+def test_memory_is_bounded_by_the_largest_parameter_and_not_by_the_model(tmp_path: Path) -> None:
+    """Both directions in a process of its own, first with a small model, then with one of 24 times its layers."""
+    small, large = (
+        make_model(
+            tmp_path / str(layers), hidden_size=512, intermediate_size=2048, num_hidden_layers=layers, head_dim=64
+        )
+        for layers in (1, 24)
+    )
+    model_bytes = (large / "model.safetensors").stat().st_size
+    result = run(sys.executable, "-c", CONVERT_BOTH_WAYS, small, large)
+    assert result.returncode == 0, result.stderr
+    used, used_then = map(int, result.stdout.split())
+    assert model_bytes > 300e6
+    assert used_then - used < model_bytes / 6
+
+
+CONVERT_BOTH_WAYS = """
+import resource, sys
+from pathlib import Path
+from vime.training.convert import hf_to_torch_dist, torch_dist_to_hf
+
+for folder in sys.argv[1:]:
+    there = hf_to_torch_dist(["--hf-checkpoint", folder, "--save", folder + "-td"])
+    torch_dist_to_hf(there, Path(folder + "-back"), Path(folder))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+KILL_AT_THE_NTH_TENSOR = """
+import os, signal, sys
+from pathlib import Path
+from vime.observe.byte_progress import ByteProgress
+from vime.training.convert import hf_to_torch_dist, torch_dist_to_hf
+
+deadly, add = int(sys.argv[1]), ByteProgress.add
+
+def add_and_die(self, nbytes):
+    add(self, nbytes)
+    if self._done == deadly:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+ByteProgress.add = add_and_die
+there = hf_to_torch_dist(["--hf-checkpoint", "hf", "--save", "td"]) if sys.argv[2] == "there" else None
+torch_dist_to_hf(Path("td/iter_0000000"), Path("back"), Path("hf"))
+"""
+
+
+def test_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
+    hf_dir = make_model(tmp_path / "hf")
+    tensors = len(load_file(hf_dir / "model.safetensors"))
+
+    def killed(deadly: int, direction: str) -> None:
+        command = [sys.executable, "-c", KILL_AT_THE_NTH_TENSOR, str(deadly), direction]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=120).returncode == -signal.SIGKILL
+
+    killed(5, "there")
+    assert CheckpointStore(tmp_path / "td").resolve() is None
+    assert all(path.name.startswith(".") for path in (tmp_path / "td").iterdir())
+    folder = to_torch_dist("--hf-checkpoint", hf_dir, "--save", tmp_path / "td")
+    killed(tensors, "back")
+    assert not (tmp_path / "back").exists()
+    to_hf(folder, tmp_path / "back", hf_dir)
+    assert_same_weights(tmp_path / "back", hf_dir)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "td"]  # nothing is left over
+    assert not [path for path in (tmp_path / "td").iterdir() if path.name.startswith(".")]
+
+
+def test_processes_write_the_files_of_a_folder_together(tmp_path: Path) -> None:
+    hf_dir = make_model(tmp_path / "hf", dtype="bfloat16")
+    folder = to_torch_dist("--hf-checkpoint", hf_dir, "--save", tmp_path / "td")
+    small_files = "import vime.models.hf_folder as h; h.MAX_SHARD_BYTES = 60_000; import runpy, sys; "
+    (tmp_path / "convert.py").write_text(
+        small_files + f"runpy.run_path({str(ROOT / 'tools/convert_torch_dist_to_hf.py')!r}, run_name='__main__')"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
+    arguments = ["--input-dir", folder, "--output-dir", tmp_path / "back", "--origin-hf-dir", hf_dir]
+    result = run("env", f"PYTHONPATH={ROOT}", *torchrun, tmp_path / "convert.py", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert "process 1 converted: " in result.stderr
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    assert len(files) > 4
+    written = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    expected = load_file(hf_dir / "model.safetensors")
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+
+
+def test_a_checkpoint_of_another_model_is_told(tmp_path: Path) -> None:
+    folder = to_torch_dist("--hf-checkpoint", make_model(tmp_path / "hf"), "--save", tmp_path / "td")
+    wider = make_model(tmp_path / "wider", intermediate_size=256)
+    with pytest.raises(
+        UserError, match=r"of another model: its .*linear_fc1.weight is \[256, 64\] instead of \[512, 64\]"
+    ):
+        to_hf(folder, tmp_path / "out", wider)
+    with pytest.raises(UserError, match=r"it has no .*q_layernorm.weight"):
+        to_hf(folder, tmp_path / "out", make_model(tmp_path / "qwen3", "qwen3"))
+
+
+def test_metadata_that_would_run_code_is_not_loaded(tmp_path: Path) -> None:
+    import pickle
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (os.system, (f"touch {tmp_path}/ran",))
+
+    (tmp_path / "td").mkdir()
+    (tmp_path / "td" / "metadata.json").write_text("{}")
+    (tmp_path / "td" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(UserError, match=r"names posix\.system, which describes no tensor"):
+        to_hf(tmp_path / "td", tmp_path / "out", make_model(tmp_path / "hf"))
+    assert not (tmp_path / "ran").exists()

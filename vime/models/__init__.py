@@ -3,7 +3,7 @@
 Neither megatron nor transformers is imported here. A new family is one file in ``families/``.
 """
 
-from vime.models.family import load_shape, weight_map
+from vime.models.family import hf_tensors, load_shape, weight_map
 from vime.models.rules import HfTensor, WeightRule
 from vime.models.shape import MlaShape, ModelShape, MoeShape, RopeScaling, YarnScaling
 
@@ -15,6 +15,7 @@ __all__ = [
     "RopeScaling",
     "WeightRule",
     "YarnScaling",
+    "hf_tensors",
     "load_shape",
     "weight_map",
 ]

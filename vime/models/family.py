@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vime.errors import UserError
 from vime.models.hf_config import HfConfig
-from vime.models.rules import WeightRule
+from vime.models.rules import HfTensor, WeightRule
 from vime.models.shape import ModelShape
 
 
@@ -50,3 +50,8 @@ def load_shape(hf_dir: Path | str) -> ModelShape:
 def weight_map(shape: ModelShape) -> tuple[WeightRule, ...]:
     """The rules of all parameters, in HF order. A tied output layer has none: it is the embedding."""
     return tuple(families()[shape.architecture].rules(shape))
+
+
+def hf_tensors(shape: ModelShape) -> list[HfTensor]:
+    """All tensors of the HF model, in HF order."""
+    return [tensor for rule in weight_map(shape) for tensor in rule.hf]

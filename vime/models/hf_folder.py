@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import math
 import os
+import re
 import shutil
+import socket
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import psutil
 
 from vime.errors import UserError
+from vime.models.family import hf_tensors
 from vime.models.rules import HfTensor
+from vime.models.safetensors_file import SafetensorsFile, write_safetensors
+from vime.models.shape import ModelShape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +31,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_SHARD_BYTES = 5_000_000_000  # as transformers writes them
 NAMED_IN_MESSAGES = 5
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # all of a model folder but its weights
 
 
@@ -28,14 +39,12 @@ class HfWeights:
     """The tensors of one folder. Headers are read at once, data only on demand and only the rows that are asked for."""
 
     def __init__(self, hf_dir: Path) -> None:
-        from safetensors import safe_open
-
         self.hf_dir = hf_dir
         self._stack = contextlib.ExitStack()
-        self._files: dict[str, Any] = {}  # tensor name -> open file
+        self._files: dict[str, SafetensorsFile] = {}  # by tensor
         for path in _weight_files(hf_dir):
-            file = self._stack.enter_context(safe_open(path, framework="pt"))
-            self._files |= dict.fromkeys(file.keys(), file)
+            file = self._stack.enter_context(SafetensorsFile(path))
+            self._files |= dict.fromkeys(file.tensors, file)
 
     def __enter__(self) -> HfWeights:
         return self
@@ -48,18 +57,24 @@ class HfWeights:
         return self._files.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(name).get_shape())
+        return self._files[name].tensors[name].shape
 
     def read(self, name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
         """The tensor, or its rows (dim 0) or columns (dim 1) from ``start`` to ``stop``."""
-        tensor: Tensor
+        file = self._files[name]
         if dim is None:
-            tensor = self._files[name].get_tensor(name)
-        elif dim == 0:
-            tensor = self._files[name].get_slice(name)[start:stop]
-        else:
-            tensor = self._files[name].get_slice(name)[:, start:stop]
-        return tensor
+            return file.read(name)
+        return file.read(name, (start, stop)) if dim == 0 else file.read(name)[:, start:stop].contiguous()
+
+    def check_model(self, shape: ModelShape) -> None:
+        """Raises a UserError unless the folder has the tensors of this model."""
+        self.check(hf_tensors(shape), ignorable=self._ignorable(shape))
+
+    def _ignorable(self, shape: ModelShape) -> list[str]:
+        """A written copy of a tied output layer, and layers behind the last one, which predict further tokens."""
+        copies = ["lm_head.weight"] if shape.tie_word_embeddings else []
+        layers = ((name, _LAYER.match(name)) for name in self.names)
+        return copies + [name for name, match in layers if match and int(match[1]) >= shape.num_layers]
 
     def check(self, expected: Sequence[HfTensor], *, ignorable: Collection[str] = ()) -> None:
         """Compares names and shapes with what the architecture has.
@@ -89,34 +104,100 @@ class HfWeights:
             raise UserError(f"{self.hf_dir}: the weights do not fit its config.json: {told}")
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One safetensors file of a folder and what it holds."""
+
+    file: str
+    tensors: tuple[HfTensor, ...]
+
+
 def write_hf_folder(
     directory: Path, *, origin: Path, plan: Sequence[HfTensor], tensors: Iterable[tuple[str, Tensor]], dtype: str
 ) -> None:
     """Writes a complete model folder: weights, config.json with ``dtype``, and the other files of ``origin``.
 
-    The folder appears at once, when everything is in it. One from before is replaced if it is a model folder too.
+    The folder appears at once, when everything is in it. One from before is replaced if it is a model folder too. No
+    more than one tensor is held at a time.
 
     Args:
         plan: all tensors in the order in which ``tensors`` gives them.
-        dtype: name of the dtype of every tensor, e.g. "bfloat16".
+        dtype: name of the dtype of every tensor that has none of its own, e.g. "bfloat16".
+
+    Raises:
+        UserError: ``directory`` holds something that is not a model, or is ``origin`` itself.
+    """
+    with new_model_folder(directory, origin) as work:
+        given = iter(tensors)
+        for shard in shards_of(plan, dtype):
+            write_shard(work, shard, islice(given, len(shard.tensors)), dtype)
+        assert next(given, None) is None, "more tensors than planned"
+        write_all_but_weights(work, origin=origin, plan=plan, dtype=dtype)
+
+
+@contextlib.contextmanager
+def new_model_folder(directory: Path, origin: Path) -> Iterator[Path]:
+    """A hidden folder that takes the place of ``directory`` at the end of the block, and is removed if that fails.
+
+    A process that is killed leaves the hidden folder, which the next one to write ``directory`` removes.
 
     Raises:
         UserError: ``directory`` holds something that is not a model, or is ``origin`` itself.
     """
     check_replaceable(directory, origin)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    work = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
-    shutil.rmtree(work, ignore_errors=True)
+    _remove_abandoned_work(directory)
+    work = directory.with_name(f".{directory.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     work.mkdir()
     try:
-        _copy_small_files(origin, work)
-        _write_config(origin, work, plan, dtype)
-        _write_weights(work, plan, tensors, itemsize=_itemsize(dtype))
-        if directory.exists():
-            shutil.rmtree(directory)
-        work.rename(directory)
+        yield work
+        _put_in_place(work, directory)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def shards_of(plan: Sequence[HfTensor], dtype: str) -> list[Shard]:
+    """Spreads tensors over files of at most ``MAX_SHARD_BYTES``, in order; a larger tensor has a file of its own."""
+    groups: list[list[HfTensor]] = [[]]
+    size = 0
+    for tensor in plan:
+        tensor_bytes = bytes_of(tensor, dtype)
+        if groups[-1] and size + tensor_bytes > MAX_SHARD_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor_bytes
+    if len(groups) == 1:
+        return [Shard(SINGLE_NAME, tuple(plan))]
+    return [
+        Shard(f"model-{number:05d}-of-{len(groups):05d}.safetensors", tuple(group))
+        for number, group in enumerate(groups, 1)
+    ]
+
+
+def write_shard(work: Path, shard: Shard, tensors: Iterable[tuple[str, Tensor]], dtype: str) -> None:
+    """Writes one file while ``tensors`` yields its contents."""
+    plan = [(tensor.name, tensor.dtype or dtype, tensor.shape) for tensor in shard.tensors]
+    write_safetensors(work / shard.file, plan, tensors)
+
+
+def write_all_but_weights(work: Path, *, origin: Path, plan: Sequence[HfTensor], dtype: str) -> None:
+    """Writes the index, config.json, and what else a model folder needs from ``origin``."""
+    _copy_small_files(origin, work)
+    _write_config(origin, work, plan, dtype)
+    shards = shards_of(plan, dtype)
+    if len(shards) > 1:
+        weight_map = {tensor.name: shard.file for shard in shards for tensor in shard.tensors}
+        index = {"metadata": {"total_size": sum(bytes_of(t, dtype) for t in plan)}, "weight_map": weight_map}
+        (work / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def bytes_of(tensor: HfTensor, dtype: str) -> int:
+    """Bytes of a tensor whose dtype is ``dtype`` unless it has its own."""
+    import torch
+
+    itemsize: int = getattr(torch, tensor.dtype or dtype).itemsize
+    return math.prod(tensor.shape) * itemsize
 
 
 def check_replaceable(directory: Path, origin: Path) -> None:
@@ -156,49 +237,22 @@ def _write_config(origin: Path, work: Path, plan: Sequence[HfTensor], dtype: str
     (work / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_weights(
-    work: Path, plan: Sequence[HfTensor], tensors: Iterable[tuple[str, Tensor]], *, itemsize: int
-) -> None:
-    from safetensors.torch import save_file
-
-    shards = list(_shards(plan, itemsize))
-    given = iter(tensors)
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = SINGLE_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        held = {}
-        for expected in shard:
-            name, tensor = next(given)
-            assert (name, tuple(tensor.shape)) == (expected.name, expected.shape), (name, tensor.shape, expected)
-            held[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        save_file(held, work / file, metadata={"format": "pt"})
-        shutil.copymode(work / "config.json", work / file)  # safetensors lets only the owner read it
-        weight_map |= dict.fromkeys(held, file)
-    assert next(given, None) is None, "more tensors than planned"
-    if len(shards) > 1:
-        size = sum(math.prod(tensor.shape) for tensor in plan) * itemsize
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (work / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+def _put_in_place(work: Path, directory: Path) -> None:
+    """At no moment does ``directory`` hold a part of a model: the old one is moved away before it is deleted."""
+    old = directory.with_name(f".{directory.name}.{socket.gethostname()}.{os.getpid()}.old.tmp")
+    if directory.exists():
+        directory.rename(old)
+    work.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def _shards(plan: Sequence[HfTensor], itemsize: int) -> Iterator[list[HfTensor]]:
-    shard: list[HfTensor] = []
-    size = 0
-    for tensor in plan:
-        tensor_bytes = math.prod(tensor.shape) * itemsize
-        if shard and size + tensor_bytes > MAX_SHARD_BYTES:
-            yield shard
-            shard, size = [], 0
-        shard.append(tensor)
-        size += tensor_bytes
-    yield shard
-
-
-def _itemsize(dtype: str) -> int:
-    import torch
-
-    size: int = getattr(torch, dtype).itemsize
-    return size
+def _remove_abandoned_work(directory: Path) -> None:
+    """Removes what processes left that were killed while they wrote ``directory`` from this machine."""
+    prefix = f".{directory.name}.{socket.gethostname()}."
+    for path in directory.parent.glob(f"{glob.escape(prefix)}*.tmp"):
+        pid = path.name.removeprefix(prefix).split(".")[0]
+        if pid.isdecimal() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from vime.errors import UserError
+from vime.models.torch_dist import fused_norm_name
 from vime.training.weights_io import unwrap
 
 __all__ = ["Loaded", "load_megatron", "load_weights", "save_megatron", "weights_of"]
@@ -84,8 +85,7 @@ def load_megatron(
         UserError: it is not a torch_dist checkpoint, or one of another model.
     """
     content = _content(Path(directory))
-    state = _model_state(model_chunks)
-    _check_tensors(Path(directory), state, _tokens(model_chunks))
+    state = _wanted_state(Path(directory), model_chunks)
     has_optimizer = optimizer is not None and content.get("optimizer", False)
     if has_optimizer:
         state["optimizer"] = _optimizer_state(optimizer, state, len(model_chunks), is_loading=True)
@@ -111,8 +111,7 @@ def load_weights(directory: Path | str, model_chunks: Sequence[Any]) -> None:
         UserError: it is not a torch_dist checkpoint, or one of another model.
     """
     _content(Path(directory))
-    state = _model_state(model_chunks)
-    _check_tensors(Path(directory), state, _tokens(model_chunks))
+    state = _wanted_state(Path(directory), model_chunks)
     _load_model_state(model_chunks, dist_checkpointing.load(state, str(directory)))
 
 
@@ -159,9 +158,31 @@ def _model_keys(chunks: int) -> list[str]:
     return ["model"] if chunks == 1 else [f"model{i}" for i in range(chunks)]
 
 
+def _wanted_state(directory: Path, model_chunks: Sequence[Any]) -> dict[str, Any]:
+    """What to read of a checkpoint into the model, under the names that the checkpoint has for it.
+
+    Megatron's ``_extra_state`` has the scales of FP8 layers, which nothing here has, and so it may be missing.
+
+    Raises:
+        UserError: the checkpoint is of another model.
+    """
+    state = _model_state(model_chunks)
+    for of_chunk in state.values():
+        for name in [name for name in of_chunk if name.endswith("_extra_state")]:
+            del of_chunk[name]
+    there = dist_checkpointing.load_tensors_metadata(str(directory))
+    for tensor in nested_values(state):
+        if tensor.key not in there:
+            tensor.key = fused_norm_name(tensor.key)
+    _check_tensors(directory, there, state, _tokens(model_chunks))
+    return state
+
+
 def _load_model_state(model_chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
     for chunk, key in zip(model_chunks, _model_keys(len(model_chunks)), strict=True):
-        unwrap(chunk).load_state_dict(loaded[key])
+        missing, unexpected = unwrap(chunk).load_state_dict(loaded[key], strict=False)
+        forgotten = [name for name in missing if not name.endswith("_extra_state")]
+        assert not forgotten and not unexpected, (forgotten, unexpected)
 
 
 def _optimizer_state(optimizer: Any, state: dict[str, Any], chunks: int, *, is_loading: bool) -> Any:
@@ -195,9 +216,8 @@ def _tokens(model_chunks: Sequence[Any]) -> int:
     return tokens
 
 
-def _check_tensors(directory: Path, state: dict[str, Any], tokens: int) -> None:
+def _check_tensors(directory: Path, there: Mapping[str, ShardedTensor], state: dict[str, Any], tokens: int) -> None:
     """Says which of the model's tensors the checkpoint lacks or has in another shape, before any is read."""
-    there = dist_checkpointing.load_tensors_metadata(str(directory))
     found = (_problem(tensor, there.get(tensor.key), tokens) for tensor in _sharded_tensors(state))
     problems = [problem for problem in found if problem]
     if problems:

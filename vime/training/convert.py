@@ -1,18 +1,17 @@
 """Conversion between HuggingFace folders and torch_dist checkpoints: what ``tools/convert_*.py`` do.
 
-One process is enough; with torchrun the ranks are pipeline stages unless flags say otherwise. torch and Megatron are
-imported after all that can be said about flags and folders without them.
+Parameters go from the one format into the other one by one, by the rules of ``vime.models.weight_map``: memory is
+bounded by the largest parameter, and neither Megatron nor a model is needed. The processes of torchrun share the work.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import datetime
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from vime.checkpoints import TRACKER, CheckpointStore
 from vime.config import Config
@@ -20,15 +19,33 @@ from vime.config.parse import resolve
 from vime.config.reading import read
 from vime.config.rules import files, layout, model
 from vime.errors import UserError
-from vime.models import ModelShape, load_shape
-from vime.models.hf_folder import check_replaceable
+from vime.models import HfTensor, ModelShape, WeightRule, hf_tensors, load_shape, weight_map
+from vime.models.hf_folder import (
+    HfWeights,
+    bytes_of,
+    check_replaceable,
+    new_model_folder,
+    shards_of,
+    write_all_but_weights,
+    write_shard,
+)
+from vime.observe.byte_progress import ByteProgress
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vime.models.torch_dist import TorchDistReader
 
 __all__ = ["hf_to_torch_dist", "torch_dist_to_hf"]
 
-RULES = (files.hf_checkpoint, layout.precision, layout.layout, model.matches_config_json)
+RULES = (files.hf_checkpoint, layout.precision, model.matches_config_json)
 PRECISION_FLAGS = {"bfloat16": "--bf16", "float16": "--fp16", "float32": "--fp32"}
 EMBEDDING = "embedding.word_embeddings.weight"
 CONVERTED = 0  # the iteration under which converted weights are stored
+COMMON = {"content_metadata": {"optimizer": False, "scheduler": False}}  # see vime.training.checkpoint
+NAMED_IN_MESSAGES = 5
+
+T = TypeVar("T")
 
 
 def hf_to_torch_dist(argv: Sequence[str]) -> Path:
@@ -44,20 +61,26 @@ def hf_to_torch_dist(argv: Sequence[str]) -> Path:
         raise UserError("--save is required: the root folder for the checkpoint")
     store = CheckpointStore(config.checkpoint.save)
     _check_holds_no_run(store)
-    with _ranks(config) as rank:
-        from torch.distributed import barrier
+    from vime.models.torch_dist import TorchDistWriter, finish, place_of
+    from vime.training.torchrun import torchrun_ranks
 
-        from vime.training.build import build_chunks
-        from vime.training.checkpoint import save_megatron
-        from vime.training.weights_io import load_hf_weights
-
-        shape = load_shape(config.checkpoint.hf_checkpoint)
-        chunks = build_chunks(shape, config, trainable=False)
-        load_hf_weights(chunks, shape, config.checkpoint.hf_checkpoint)
-        save_megatron(_begin_on_first_rank(store, rank), chunks)
-        if rank == 0:
+    shape = load_shape(config.checkpoint.hf_checkpoint)
+    with torchrun_ranks(_timeout(config)) as ranks, HfWeights(Path(config.checkpoint.hf_checkpoint)) as weights:
+        weights.check_model(shape)
+        work = ranks.from_first(store.begin(CONVERTED) if ranks.first else None)
+        dtype = config.parallel.dtype_name
+        sizes = {rule: sum(bytes_of(tensor, dtype) for tensor in rule.hf) for rule in weight_map(shape)}
+        mine = _share(list(sizes), sizes.__getitem__, ranks.rank, ranks.size)
+        total = sum(sizes[rule] for rule in mine)
+        with TorchDistWriter(work, ranks.rank) as writer, _progress(ranks.rank, len(mine), total) as progress:
+            for rule in mine:
+                writer.add(place_of(rule.megatron, shape), _merged(weights, rule, config))
+                progress.add(sizes[rule])
+        regions = [region for of_rank in ranks.gather(writer.regions) for region in of_rank]
+        if ranks.first:
+            finish(work, regions, COMMON)
             store.commit(CONVERTED, state=None)
-        barrier()
+        ranks.wait()
     return store.root / f"iter_{CONVERTED:07d}"
 
 
@@ -69,29 +92,41 @@ def torch_dist_to_hf(
     Args:
         origin_hf_dir: where config.json and the tokenizer come from.
         vocab_size: rows of embedding and output layer to keep, if not those of the origin's config.json.
-        flags: MODEL_ARGS and the parallel layout.
+        flags: MODEL_ARGS.
 
     Raises:
         UserError: the folders are not what they should be, or the checkpoint is of another model.
     """
     _check_is_one_checkpoint(input_dir)
     check_replaceable(output_dir, origin_hf_dir)
-    shape = _with_vocabulary(load_shape(origin_hf_dir), input_dir, vocab_size)
-    dtype = str(_embedding(input_dir)[1]).removeprefix("torch.")
-    config = _config(["--hf-checkpoint", str(origin_hf_dir), PRECISION_FLAGS[dtype], *flags])
-    with _ranks(config):
-        from vime.training.build import build_chunks
-        from vime.training.checkpoint import load_weights
-        from vime.training.weights_io import save_hf
+    from vime.models.torch_dist import TorchDistReader
+    from vime.training.torchrun import torchrun_ranks
 
-        chunks = build_chunks(shape, config, trainable=False)
-        load_weights(input_dir, chunks)
-        save_hf(output_dir, chunks, shape, origin_hf_dir)
+    reader = TorchDistReader(input_dir)
+    shape = _with_vocabulary(load_shape(origin_hf_dir), reader, vocab_size)
+    dtype = str(reader.dtype(EMBEDDING)).removeprefix("torch.")
+    config = _config(["--hf-checkpoint", str(origin_hf_dir), PRECISION_FLAGS[dtype], *flags])
+    _check_fits(reader, shape)
+    plan = hf_tensors(shape)
+    shards = shards_of(plan, dtype)
+    with torchrun_ranks(_timeout(config)) as ranks:
+        mine = shards[ranks.rank :: ranks.size]
+        tensors = [tensor for shard in mine for tensor in shard.tensors]
+        total = sum(bytes_of(tensor, dtype) for tensor in tensors)
+        with new_model_folder(output_dir, origin_hf_dir) if ranks.first else nullcontext() as own:
+            work = ranks.from_first(own)
+            with _progress(ranks.rank, len(tensors), total) as progress:
+                for shard in mine:
+                    write_shard(work, shard, _taken_apart(reader, shard.tensors, shape, dtype, progress), dtype)
+            ranks.wait()
+            if ranks.first:
+                write_all_but_weights(work, origin=origin_hf_dir, plan=plan, dtype=dtype)
+        ranks.wait()
 
 
 def _config(argv: Sequence[str]) -> Config:
-    """The flags that describe a model and its layout; those of a run are neither needed nor looked at."""
-    words = [*argv, *_default_flags(argv)]
+    """The flags that describe a model; those of a run are neither needed nor looked at."""
+    words = [*argv, *_precision(argv)]
     config = resolve(words).config
     problems = [*read(words).errors, *(violation.message for rule in RULES for violation in rule(config))]
     if problems:
@@ -101,53 +136,88 @@ def _config(argv: Sequence[str]) -> Config:
     return config
 
 
-def _default_flags(argv: Sequence[str]) -> Iterator[str]:
-    """How many ranks there are, the dtype of the HF weights, and ranks as pipeline stages."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    yield from ("--actor-num-nodes", "1", "--actor-num-gpus-per-node", str(ranks))
-    config = resolve(argv).config
-    hf_dir = config.checkpoint.hf_checkpoint
-    if not hf_dir or not Path(hf_dir).is_dir():
-        return
-    shape = load_shape(hf_dir)
-    if not any(flag in argv for flag in PRECISION_FLAGS.values()) and shape.dtype in PRECISION_FLAGS:
-        yield PRECISION_FLAGS[shape.dtype]
-    if ranks > 1 and config.parallel.model_parallel_size == 1:
-        if shape.num_layers % ranks:
-            raise UserError(
-                f"{ranks} processes cannot share {shape.num_layers} layers evenly; choose another number of processes, "
-                "or --tensor-model-parallel-size and --pipeline-model-parallel-size"
-            )
-        yield from ("--pipeline-model-parallel-size", str(ranks))
+def _precision(argv: Sequence[str]) -> list[str]:
+    """The flag for the dtype of the HF weights, where none is given."""
+    hf_dir = resolve(argv).config.checkpoint.hf_checkpoint
+    if not hf_dir or not Path(hf_dir).is_dir() or any(flag in argv for flag in PRECISION_FLAGS.values()):
+        return []
+    dtype = load_shape(hf_dir).dtype
+    return [PRECISION_FLAGS[dtype]] if dtype in PRECISION_FLAGS else []
 
 
-@contextmanager
-def _ranks(config: Config) -> Iterator[int]:
-    """Joins torchrun's processes and yields the rank of this one; without torchrun it is alone."""
-    from vime.training.parallel import connect, disconnect
-
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    port = int(os.environ["MASTER_PORT"]) if "MASTER_PORT" in os.environ else _free_port()
-    connect(config, rank=rank, world_size=world_size, master_addr=address, master_port=port)
-    try:
-        yield rank
-    finally:
-        disconnect()
+def _timeout(config: Config) -> datetime.timedelta:
+    return datetime.timedelta(minutes=config.cluster.distributed_timeout_minutes)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _progress(rank: int, tensors: int, nbytes: int) -> ByteProgress:
+    """Each process shows its own part; most are alone."""
+    what = "converted" if rank == 0 else f"process {rank} converted"
+    return ByteProgress(what, tensors=tensors, nbytes=nbytes)
 
 
-def _begin_on_first_rank(store: CheckpointStore, rank: int) -> str:
-    from torch.distributed import broadcast_object_list
+def _share(items: Sequence[T], nbytes: Callable[[T], int], rank: int, size: int) -> list[T]:
+    """This rank's part of the items: consecutive ones, of about as many bytes as every other rank's."""
+    total = sum(map(nbytes, items))
+    mine, before = [], 0
+    for item in items:
+        middle = before + nbytes(item) / 2
+        if int(middle * size / total) == rank:
+            mine.append(item)
+        before += nbytes(item)
+    return mine
 
-    folder = [str(store.begin(CONVERTED)) if rank == 0 else ""]
-    broadcast_object_list(folder, src=0)
-    return folder[0]
+
+def _merged(weights: HfWeights, rule: WeightRule, config: Config) -> Tensor:
+    """A Megatron parameter of the whole model, the vocabulary padded for the layout that the flags describe."""
+    import torch
+
+    dtype = getattr(torch, rule.hf[0].dtype or config.parallel.dtype_name)
+    tensor = rule.op.merge([weights.read(part.name) for part in rule.hf]).to(dtype)
+    if rule.vocabulary:
+        multiple = config.parallel.tensor_model_parallel_size * config.checkpoint.make_vocab_size_divisible_by
+        tensor = torch.nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[0] % multiple))
+    return tensor
+
+
+def _taken_apart(
+    reader: TorchDistReader, tensors: Iterable[HfTensor], shape: ModelShape, dtype: str, progress: ByteProgress
+) -> Iterator[tuple[str, Tensor]]:
+    """HF tensors, each read when it is asked for; those of one parameter share one reading."""
+    import torch
+
+    rules = {tensor.name: rule for rule in weight_map(shape) for tensor in rule.hf}
+    last: WeightRule | None = None
+    parts: dict[str, Tensor] = {}
+    for tensor in tensors:
+        rule = rules[tensor.name]
+        if rule is not last:
+            place = reader.find(rule.megatron, shape)
+            assert place is not None, rule.megatron
+            split = rule.op.split(reader.read(place))
+            last, parts = rule, dict(zip((each.name for each in rule.hf), split, strict=True))
+        part = parts.pop(tensor.name).to(getattr(torch, tensor.dtype or dtype))
+        yield tensor.name, part[: tensor.shape[0]] if rule.vocabulary else part
+        progress.add(bytes_of(tensor, dtype))
+
+
+def _check_fits(reader: TorchDistReader, shape: ModelShape) -> None:
+    """Says which parameters the checkpoint lacks or has in another shape, before any is read."""
+    problems = [problem for rule in weight_map(shape) if (problem := _problem(reader, rule, shape))]
+    if problems:
+        shown, rest = "; ".join(problems[:NAMED_IN_MESSAGES]), len(problems) - NAMED_IN_MESSAGES
+        raise UserError(f"{reader.folder} is of another model: {shown}" + (f"; {rest} more" if rest > 0 else ""))
+
+
+def _problem(reader: TorchDistReader, rule: WeightRule, shape: ModelShape) -> str | None:
+    import torch
+
+    place = reader.find(rule.megatron, shape)
+    if place is None:
+        return f"it has no {rule.megatron}"
+    wanted = tuple(rule.op.merge([torch.empty(part.shape, device="meta") for part in rule.hf]).shape)
+    there = reader.shape_at(place)
+    padded = rule.vocabulary and there[0] >= wanted[0] and there[1:] == wanted[1:]
+    return None if padded or there == wanted else f"its {rule.megatron} is {list(there)} instead of {list(wanted)}"
 
 
 def _check_holds_no_run(store: CheckpointStore) -> None:
@@ -167,25 +237,14 @@ def _check_is_one_checkpoint(input_dir: Path) -> None:
         raise UserError(f"--input-dir {input_dir} is a root; name one of its checkpoints: {there}")
 
 
-def _embedding(input_dir: Path) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of the embedding in a checkpoint."""
-    from vime.platform import current
-
-    current().prepare_megatron()
-    from vime.training.checkpoint import weights_of
-
-    tensors = weights_of(input_dir)
-    if EMBEDDING not in tensors:
-        raise UserError(f"{input_dir} has no {EMBEDDING}; it is not a checkpoint of a language model")
-    return tensors[EMBEDDING]
-
-
-def _with_vocabulary(shape: ModelShape, input_dir: Path, vocab_size: int | None) -> ModelShape:
-    rows = _embedding(input_dir)[0][0]
+def _with_vocabulary(shape: ModelShape, reader: TorchDistReader, vocab_size: int | None) -> ModelShape:
+    if EMBEDDING not in reader:
+        raise UserError(f"{reader.folder} has no {EMBEDDING}; it is not a checkpoint of a language model")
+    rows = reader.shape(EMBEDDING)[0]
     wanted = vocab_size or shape.vocab_size
     if wanted > rows:
         said = f"--vocab-size {vocab_size} is" if vocab_size else f"the origin's config.json has vocab_size {wanted},"
         raise UserError(
-            f"{said} more than the {rows} embedding rows of {input_dir}; give --vocab-size of at most {rows}"
+            f"{said} more than the {rows} embedding rows of {reader.folder}; give --vocab-size of at most {rows}"
         )
     return dataclasses.replace(shape, vocab_size=wanted)

@@ -19,18 +19,17 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from vime.errors import UserError
-from vime.models import HfTensor, ModelShape, WeightRule, weight_map
+from vime.models import HfTensor, ModelShape, WeightRule, hf_tensors, weight_map
 from vime.models.hf_folder import HfWeights, check_replaceable, write_hf_folder
 from vime.training.gathering import gather
 
 _LOCAL_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_HF_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 def hf_plan(shape: ModelShape, dtype: torch.dtype) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     """Name, shape and dtype of everything that ``hf_weights`` yields, in its order, for a model in ``dtype``."""
-    return [(t.name, t.shape, getattr(torch, t.dtype) if t.dtype else dtype) for t in _hf_tensors(shape)]
+    return [(t.name, t.shape, getattr(torch, t.dtype) if t.dtype else dtype) for t in hf_tensors(shape)]
 
 
 @torch.no_grad()
@@ -51,7 +50,7 @@ def load_hf_weights(
     _check_layout(shape)
     _check_covered(parameters, shape, untouched)
     with HfWeights(Path(hf_dir)) as weights:
-        weights.check(_hf_tensors(shape), ignorable=_ignorable(weights, shape))
+        weights.check_model(shape)
         for rule in weight_map(shape):
             for name in (rule.megatron, *rule.copies):
                 if name in parameters and name not in untouched:
@@ -89,7 +88,7 @@ def save_hf(directory: Path | str, model_chunks: Sequence[Any], shape: ModelShap
     weights = hf_weights(model_chunks, shape)
     if dist.get_rank() == 0:
         name = str(dtype_of(model_chunks)).removeprefix("torch.")
-        write_hf_folder(directory, origin=origin, plan=_hf_tensors(shape), tensors=weights, dtype=name)
+        write_hf_folder(directory, origin=origin, plan=hf_tensors(shape), tensors=weights, dtype=name)
     else:
         drain(weights)
     dist.barrier()
@@ -140,17 +139,6 @@ def unwrap(chunk: Any) -> Any:
 def _global_name(name: str, layer_numbers: Sequence[int], first_expert: int) -> str:
     name = _LOCAL_LAYER.sub(lambda match: f"decoder.layers.{layer_numbers[int(match[1])]}.", name)
     return _LOCAL_EXPERT.sub(lambda match: f".local_experts.{first_expert + int(match[1])}.", name)
-
-
-def _hf_tensors(shape: ModelShape) -> list[HfTensor]:
-    return [tensor for rule in weight_map(shape) for tensor in rule.hf]
-
-
-def _ignorable(weights: HfWeights, shape: ModelShape) -> list[str]:
-    """A written copy of a tied output layer, and layers behind the last one, which predict further tokens."""
-    copies = ["lm_head.weight"] if shape.tie_word_embeddings else []
-    layers = ((name, _HF_LAYER.match(name)) for name in weights.names)
-    return copies + [name for name, match in layers if match and int(match[1]) >= shape.num_layers]
 
 
 def _check_covered(parameters: Mapping[str, Tensor], shape: ModelShape, untouched: Collection[str]) -> None:
