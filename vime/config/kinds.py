@@ -87,6 +87,21 @@ def to_json_or_str(raw: Any) -> Any:
         return raw
 
 
+def to_layer_pattern(raw: Any) -> int | list[int]:
+    """Megatron-LM's two ways to say which layers have experts: every so many, or 1 and 0 a layer: [0]*3+[1]*58."""
+    if isinstance(raw, list):
+        return [to_int(each) for each in raw]
+    if not isinstance(raw, str) or "[" not in raw:
+        return to_int(raw)
+    layers: list[int] = []
+    for term in re.sub(r"[\s()]", "", raw).split("+"):
+        match = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d+))?", term)
+        if match is None:
+            raise ValueError(raw)
+        layers += [int(each) for each in match[1].split(",")] * int(match[2] or 1)
+    return layers
+
+
 def to_human_int(raw: Any) -> int | str:
     """vLLM's 4k, 4K, 1.5m and auto stay as written, since vLLM reads them again; a plain number is one."""
     text = to_str(raw)
@@ -158,6 +173,7 @@ JSON_OBJECT = Kind(expected="a JSON object, e.g. '{\"key\": 1}'", convert=to_jso
 PAIRS = Kind(expected="pairs of a name and a path", words=Words.MANY, convert=to_pairs, appends=True)
 
 HUMAN_INT = Kind(expected="a whole number, perhaps as 4k or 1.5m", convert=to_human_int)
+LAYER_PATTERN = Kind(expected="a whole number, or a list like [0]*3+[1]*58", convert=to_layer_pattern)
 JSON_OR_STR = Kind(expected="a text or JSON", convert=to_json_or_str)
 
 BY_NAME: dict[str, Kind] = {

@@ -20,11 +20,11 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from vime.config import Config
+from vime.config.rules.expected import EXPECTED
 from vime.errors import UserError
 from vime.models import ModelShape
 from vime.platform import current
 from vime.platform.megatron_adam import use_adam
-from vime.platform.megatron_wgrad import use_accumulating_products
 from vime.training.layers.moe import Router
 from vime.training.layers.rope import Rope
 from vime.training.layers.spec import Modules, decoder_spec, modules
@@ -55,20 +55,16 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
         # Every weight is loaded, so initialising does nothing. It must be "performed" all the same: Megatron marks the
         # parameters that tensor parallelism shards while it does that, and counts them rightly in the gradient norm.
         **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave),
-        "gradient_accumulation_fusion": _accumulating_products(config),
+        "gradient_accumulation_fusion": False,
         "variable_seq_lengths": stages > 1,  # packs differ in length
         "moe_token_dispatcher_type": "alltoall",  # asked for by variable_seq_lengths, dense models too
         "attention_softmax_in_fp32": True,
     }
-    given = {"moe_router_bias_update_rate": 0.0} | _fields_of(TransformerConfig, config.megatron, fields)
+    settings = {
+        name: value for name, value in config.megatron.items() if name not in EXPECTED
+    }  # those are config.json's
+    given = {"moe_router_bias_update_rate": 0.0} | _fields_of(TransformerConfig, settings, fields)
     return TransformerConfig(**fields | given)
-
-
-def _accumulating_products(config: Config) -> bool:
-    if not current().fused_kernels or config.parallel.fp32:
-        return False
-    use_accumulating_products()
-    return True
 
 
 def _leave(weight: Tensor) -> Tensor:

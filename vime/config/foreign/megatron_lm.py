@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vime.config.kinds import FLOAT, INT, SWITCH, Kind, choice
+from vime.config.kinds import FLOAT, INT, LAYER_PATTERN, SWITCH, Kind, choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,18 @@ ALIASES: Mapping[str, Alias] = {
     "use-rope-scaling": Alias("use_rope_scaling", SWITCH),
     "rope-scaling-factor": Alias("rope_scaling_factor", FLOAT),
     "untie-embeddings-and-output-weights": Alias("untie_embeddings_and_output_weights", SWITCH),
+    "post-self-attn-layernorm": Alias("post_self_attn_layernorm", SWITCH),
+    "post-mlp-layernorm": Alias("post_mlp_layernorm", SWITCH),
     "num-experts": Alias("num_moe_experts", INT),
+    "moe-layer-freq": Alias("moe_layer_freq", LAYER_PATTERN),
+    "q-lora-rank": Alias("q_lora_rank", INT),
+    "kv-lora-rank": Alias("kv_lora_rank", INT),
+    "qk-head-dim": Alias("qk_head_dim", INT),
+    "qk-pos-emb-head-dim": Alias("qk_pos_emb_head_dim", INT),
+    "v-head-dim": Alias("v_head_dim", INT),
+    "rotary-scaling-factor": Alias("rotary_scaling_factor", FLOAT),
+    "mscale": Alias("mscale", FLOAT),
+    "mscale-all-dim": Alias("mscale_all_dim", FLOAT),
     "apply-layernorm-1p": Alias("layernorm_zero_centered_gamma", SWITCH),
     # kernels and precision
     "no-rope-fusion": Alias("apply_rope_fusion", SWITCH, present=False),

@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vime.config.config import Config
 from vime.config.kinds import human_int
 from vime.config.rules.base import Violation, known
+from vime.config.rules.expected import EXPECTED, agrees
 from vime.errors import UserError
 
 if TYPE_CHECKING:
     from vime.models import ModelShape
-
-Expected = Callable[["ModelShape"], Any]
-
-
-def _llama3_factor(shape: ModelShape) -> float | None:
-    from vime.models import RopeScaling
-
-    return shape.rope_scaling.factor if isinstance(shape.rope_scaling, RopeScaling) else None
-
-
-EXPECTED: Mapping[str, tuple[str, Expected]] = {
-    "num_layers": ("--num-layers", lambda shape: shape.num_layers),
-    "hidden_size": ("--hidden-size", lambda shape: shape.hidden_size),
-    "ffn_hidden_size": ("--ffn-hidden-size", lambda shape: shape.ffn_hidden_size),
-    "num_attention_heads": ("--num-attention-heads", lambda shape: shape.num_attention_heads),
-    "num_query_groups": ("--num-query-groups", lambda shape: shape.num_query_groups),
-    "kv_channels": ("--kv-channels", lambda shape: shape.kv_channels),
-    "layernorm_epsilon": ("--norm-epsilon", lambda shape: shape.norm_epsilon),
-    "rotary_base": ("--rotary-base", lambda shape: shape.rotary_base),
-    "rope_scaling_factor": ("--rope-scaling-factor", _llama3_factor),
-    "use_rope_scaling": ("--use-rope-scaling", lambda shape: _llama3_factor(shape) is not None),
-    "qk_layernorm": ("--qk-layernorm", lambda shape: shape.qk_layernorm),
-    "add_qkv_bias": ("--add-qkv-bias", lambda shape: shape.add_qkv_bias),
-    "untie_embeddings_and_output_weights": (
-        "--untie-embeddings-and-output-weights",
-        lambda shape: not shape.tie_word_embeddings,
-    ),
-    "normalization": ("--normalization", lambda shape: "RMSNorm"),
-    "swiglu": ("--swiglu", lambda shape: True),
-    "gated_linear_unit": ("--gated-linear-unit", lambda shape: True),
-    "add_bias_linear": ("--add-bias-linear", lambda shape: False),
-    "rotary_percent": ("--rotary-percent", lambda shape: shape.rotary_percent),
-    "rotary_interleaved": ("--rotary-interleaved", lambda shape: shape.rotary_interleaved),
-    "num_moe_experts": ("--num-experts", lambda shape: None),
-}
-"""By the key in ``config.megatron``: how to call the flag, and what the model says. Every supported family has RMSNorm
-and SwiGLU without biases."""
 
 
 def shape_of(config: Config) -> ModelShape | None:
@@ -72,17 +35,11 @@ def matches_config_json(config: Config) -> Iterator[Violation]:
     if shape is None:
         return
     where = Path(config.checkpoint.hf_checkpoint) / "config.json"
-    for key, (flag, expected) in EXPECTED.items():
-        if key in config.megatron and not _same(config.megatron[key], expected(shape)):
-            yield Violation(f"{flag} {config.megatron[key]} differs from {where}, which says {expected(shape)}", (key,))
+    for key, expected in EXPECTED.items():
+        given, said = config.megatron.get(key), expected.of(shape)
+        if key in config.megatron and not agrees(key, given, said):
+            yield Violation(f"{expected.flag} {given} differs from {where}, which says {said}", (key,))
     yield from _vocabulary(config, shape, where)
-
-
-def _same(given: Any, expected: Any) -> bool:
-    """Equal, or equal as 32-bit numbers: converted models say 9.999999747e-06 for 1e-5."""
-    if isinstance(given, float) and isinstance(expected, float):
-        return math.isclose(given, expected, rel_tol=1e-6)
-    return bool(given == expected)
 
 
 def _vocabulary(config: Config, shape: ModelShape, where: Path) -> Iterator[Violation]:

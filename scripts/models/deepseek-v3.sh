@@ -1,0 +1,35 @@
+# DeepSeek-V3, 671B-A37B. Sourced; the last of repeated flags wins: MODEL_ARGS+=(--rotary-base 10000)
+MODEL_ARGS=(
+   --num-layers 61
+   --hidden-size 7168
+   --ffn-hidden-size 18432
+   --num-attention-heads 128
+   --vocab-size 129280
+   --swiglu
+   --disable-bias-linear
+   --normalization RMSNorm
+   --norm-epsilon 1e-6
+   --qk-layernorm
+   --use-rotary-position-embeddings
+   --rotary-base 10000
+   --untie-embeddings-and-output-weights
+   --multi-latent-attention
+   --q-lora-rank 1536
+   --kv-lora-rank 512
+   --qk-head-dim 128
+   --qk-pos-emb-head-dim 64
+   --v-head-dim 128
+   --rotary-scaling-factor 40
+   --mscale 1
+   --mscale-all-dim 1
+   --num-experts 256
+   --moe-ffn-hidden-size 2048
+   --moe-router-topk 8
+   --moe-layer-freq '[0]*3+[1]*58'
+   --moe-shared-expert-intermediate-size 2048
+   --moe-router-score-function sigmoid
+   --moe-router-enable-expert-bias
+   --moe-router-num-groups 8
+   --moe-router-group-topk 4
+   --moe-router-topk-scaling-factor 2.5
+)

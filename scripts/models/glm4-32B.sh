@@ -1,0 +1,21 @@
+# GLM-4 32B (0414). Sourced; the last of repeated flags wins: MODEL_ARGS+=(--rotary-base 10000)
+MODEL_ARGS=(
+   --num-layers 61
+   --hidden-size 6144
+   --ffn-hidden-size 23040
+   --num-attention-heads 48
+   --group-query-attention
+   --num-query-groups 2
+   --kv-channels 128
+   --vocab-size 151552
+   --swiglu
+   --disable-bias-linear
+   --normalization RMSNorm
+   --post-self-attn-layernorm
+   --post-mlp-layernorm
+   --use-rotary-position-embeddings
+   --rotary-base 10000
+   --rotary-percent 0.5
+   --rotary-interleaved
+   --untie-embeddings-and-output-weights
+)
