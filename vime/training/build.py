@@ -25,6 +25,7 @@ from vime.errors import UserError
 from vime.models import ModelShape
 from vime.platform import current
 from vime.platform.megatron_adam import use_adam
+from vime.platform.megatron_wgrad import use_accumulating_products
 from vime.training.layers.moe import Router
 from vime.training.layers.rope import Rope
 from vime.training.layers.spec import Modules, decoder_spec, modules
@@ -55,16 +56,22 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
         # Every weight is loaded, so initialising does nothing. It must be "performed" all the same: Megatron marks the
         # parameters that tensor parallelism shards while it does that, and counts them rightly in the gradient norm.
         **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave),
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": _accumulating_products(config),
         "variable_seq_lengths": stages > 1,  # packs differ in length
         "moe_token_dispatcher_type": "alltoall",  # asked for by variable_seq_lengths, dense models too
         "attention_softmax_in_fp32": True,
     }
-    settings = {
-        name: value for name, value in config.megatron.items() if name not in EXPECTED
-    }  # those are config.json's
+    # what describes the model is config.json's, and was compared with it
+    settings = {name: value for name, value in config.megatron.items() if name not in EXPECTED}
     given = {"moe_router_bias_update_rate": 0.0} | _fields_of(TransformerConfig, settings, fields)
     return TransformerConfig(**fields | given)
+
+
+def _accumulating_products(config: Config) -> bool:
+    if not current().fused_kernels or config.parallel.fp32:
+        return False
+    use_accumulating_products()
+    return True
 
 
 def _leave(weight: Tensor) -> Tensor:
