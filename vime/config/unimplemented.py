@@ -15,7 +15,7 @@ _BY_TOPIC = {
     "custom-tis-function-path get-mismatch-metrics use-rollout-logprobs use-rollout-entropy use-opsm opsm-delta "
     "keep-old-actor ref-update-interval use-opd opd-type opd-kl-coef opd-teacher-load custom-loss-function-path "
     "custom-advantage-function-path custom-pg-loss-reducer-function-path reset-optimizer-states pg-loss-type",
-    "mixture of experts": "use-routing-replay use-rollout-routing-replay",
+    "mixture of experts": "use-rollout-routing-replay",
     "training hooks": "custom-convert-samples-to-train-data-path custom-megatron-init-path "
     "rollout-data-postprocess-path "
     "custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +29,7 @@ from vime.training.loss import Given, LossSettings
 from vime.training.packing import MicroBatch, Packer
 from vime.training.parallel import connect, context_part, disconnect, pack_multiple
 from vime.training.records import Export, StartInfo
+from vime.training.replay import recorded
 from vime.training.step import Learner
 from vime.training.weight_sets import WeightSets
 from vime.training.weights_io import drain, hf_plan, hf_weights, load_hf_weights, save_hf
@@ -195,15 +196,18 @@ class TrainWorker:
     def _given(self, packs: Sequence[MicroBatch], clock: _Clock) -> list[Given]:
         """Advantages and the log-probs of the other policies, before any weight moves.
 
-        With one step a rollout the old policy is the one that the step differentiates, so it needs no pass of its own.
+        With one step a rollout the old policy is the one that the step differentiates, so it needs no pass of its own,
+        unless the pass is to choose routes. The reference routes for itself: it goes first, and leaves no routes.
         """
         ref: list[Tensor] | list[None] = [None] * len(packs)
         old = ref
         if REFERENCE in self._weight_sets:
             with clock.phase("ref_log_probs"), self._weight_sets.use(REFERENCE):
                 ref = self._log_probs(packs)
-        if self.config.batch.num_steps_per_rollout > 1 or self.config.algorithm.kl_coef:
-            with clock.phase("log_probs"):
+        algorithm = self.config.algorithm
+        replayed = algorithm.use_routing_replay
+        if self.config.batch.num_steps_per_rollout > 1 or algorithm.kl_coef or replayed:
+            with clock.phase("log_probs"), recorded(packs) if replayed else nullcontext():
                 old = self._log_probs(packs)
         if not is_last_stage():
             return [Given(advantages_t=pack.rewards_n) for pack in packs]  # nobody reads them

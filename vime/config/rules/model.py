@@ -93,6 +93,17 @@ def rotary_positions(config: Config) -> Iterator[Violation]:
     )
 
 
+def routing_replay(config: Config) -> Iterator[Violation]:
+    """Routes are those of experts, and Megatron's Sinkhorn routing cannot be told which to take."""
+    shape = shape_or_none(config)
+    if not config.algorithm.use_routing_replay or shape is None:
+        return
+    if shape.moe is None:
+        yield Violation(f"--use-routing-replay needs a mixture-of-experts model, which {shape.architecture} is not")
+    elif config.megatron.get("moe_router_load_balancing_type") == "sinkhorn":
+        yield Violation("--use-routing-replay and --moe-router-load-balancing-type sinkhorn exclude each other")
+
+
 def prompts_fit(config: Config) -> Iterator[Violation]:
     """A prompt must leave room for one token of response."""
     limits = {
@@ -132,4 +143,4 @@ def shape_or_none(config: Config) -> ModelShape | None:
         return None
 
 
-RULES = (matches_config_json, engine_layout, rotary_positions, prompts_fit, context_fits)
+RULES = (matches_config_json, engine_layout, rotary_positions, routing_replay, prompts_fit, context_fits)

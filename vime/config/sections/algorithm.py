@@ -27,6 +27,9 @@ class Algorithm:
     disable_grpo_std_normalization: bool = derived(
         "only when n-samples-per-prompt is 1", help="Do not divide by the standard deviation of a group."
     )
+    use_routing_replay: bool = flag(
+        False, help="Experts: training follows the routes that were chosen when the old log-probs were computed."
+    )
     disable_rewards_normalization: bool = flag(False, help="Use rewards as they are, without a group baseline.")
 
     @property

@@ -7,10 +7,10 @@ so tokens travel there and back (all-to-all); each expert may be cut by expert t
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.core import tensor_parallel
-from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -49,11 +49,12 @@ class Moe(MoELayer):  # type: ignore[misc]
     By then other micro-batches may have passed: what is recomputed has to carry the routes of its own.
     """
 
+    parts: ClassVar[MoESubmodules]
     routes: Routes | None = None  # of the micro-batch that passes
     moe_layer_recompute: bool
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(config, submodules=self.parts, **kwargs)
         self._recomputed, self.moe_layer_recompute = self.moe_layer_recompute, False
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Any:
@@ -74,14 +75,15 @@ class MoeTransformerLayer(TransformerLayer):  # type: ignore[misc]
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
-def moe_spec(mlp: MLPSubmodules) -> ModuleSpec:
-    """Router, experts and, where the configuration has them, shared experts; each expert is built of ``mlp``."""
+def moe_spec(mlp: MLPSubmodules) -> type[Moe]:
+    """The layer with router, experts and, where the configuration has them, shared experts; each is built of ``mlp``.
+
+    It is a class, not a ModuleSpec, because Megatron warns of specs for modules that it does not know.
+    """
     define_missing_gemm()
-    return ModuleSpec(
-        module=Moe,
-        submodules=MoESubmodules(
-            router=Router,
-            experts=ModuleSpec(module=SequentialMLP, submodules=mlp),
-            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=mlp),
-        ),
+    parts = MoESubmodules(
+        router=Router,
+        experts=ModuleSpec(module=SequentialMLP, submodules=mlp),
+        shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=mlp),
     )
+    return type("Moe", (Moe,), {"parts": parts})
