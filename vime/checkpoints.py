@@ -218,10 +218,10 @@ class CheckpointStore:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Ours have the marker; of Megatron's own, only those that it finished have metadata."""
+    """Ours have the marker. Of Megatron's own, finished torch_dist ones have metadata; torch ones do not say."""
     if (folder / STATE).is_file():
         return (folder / COMPLETE).is_file()
-    return (folder / _MEGATRON_METADATA).is_file()
+    return (folder / _MEGATRON_METADATA).is_file() or any(folder.glob("mp_rank_*/model_optim_rng.pt"))
 
 
 def _resume_point(folder: Path) -> ResumePoint:

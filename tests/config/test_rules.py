@@ -95,7 +95,6 @@ RULES = {
     ),
     "--actor-num-gpus-per-node 16": ("--actor-num-gpus-per-node 16 is more than a node has (--num-gpus-per-node 8)"),
     # what this version cannot do yet
-    "--ckpt-format torch": "--ckpt-format torch is not yet supported by this version (only torch_dist is)",
     "--kl-coef 0.1 --ref-load {model}": "--kl-coef 0.1 is not yet supported by this version (only 0.0 is)",
     "--attention-backend flash": "--attention-backend flash is not yet supported by this version (only auto is)",
     # the reference model

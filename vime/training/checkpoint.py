@@ -1,7 +1,8 @@
-"""Megatron's part of a checkpoint: weights, optimizer, learning-rate schedule and random states, in torch_dist format.
+"""Megatron's part of a checkpoint: weights, optimizer, learning-rate schedule and random states.
 
-Any parallel layout can load what any other saved; random states only return under the layout that they are from.
-On the same layout a resumed run goes on bit for bit.
+In torch_dist format any parallel layout can load what any other saved; random states only return under the layout that
+they are from. On the same layout a resumed run goes on bit for bit. ``vime.training.torch_checkpoint`` has the format
+"torch"; which of them a checkpoint has is seen when it is loaded.
 
 Megatron's own writer starts a manager process and forks writers, which hangs for ever when one dies and does not go
 with Ray's actors or CUDA. Here each rank writes its own file, in its own process, by torch's plain writer; the format
@@ -11,16 +12,14 @@ is the same.
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
@@ -35,6 +34,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from vime.errors import UserError
 from vime.models.torch_dist import fused_norm_name
+from vime.training.rank_state import layout, random_states, set_random_states
+from vime.training.safe_load import safe_load
+from vime.training.torch_checkpoint import is_torch_checkpoint, load_torch, save_torch
 from vime.training.weights_io import unwrap
 
 __all__ = ["Loaded", "load_megatron", "load_weights", "save_megatron", "weights_of"]
@@ -53,7 +55,12 @@ class Loaded:
 
 
 def save_megatron(
-    directory: Path | str, model_chunks: Sequence[Any], optimizer: Any | None = None, scheduler: Any | None = None
+    directory: Path | str,
+    model_chunks: Sequence[Any],
+    optimizer: Any | None = None,
+    scheduler: Any | None = None,
+    *,
+    ckpt_format: Literal["torch_dist", "torch"] = "torch_dist",
 ) -> None:
     """Writes a checkpoint into an existing empty folder. Collective; returns when all ranks' data is on the disk.
 
@@ -61,6 +68,9 @@ def save_megatron(
         optimizer: Megatron's optimizer; None leaves it out, as ``--no-save-optim`` and converted weights do.
         scheduler: Megatron's OptimizerParamScheduler.
     """
+    if ckpt_format == "torch":
+        save_torch(Path(directory), model_chunks, optimizer, scheduler)
+        return
     state = _model_state(model_chunks)
     if optimizer is not None:
         state["optimizer"] = _optimizer_state(optimizer, state, len(model_chunks), is_loading=False)
@@ -68,7 +78,7 @@ def save_megatron(
         state["scheduler"] = scheduler.state_dict()
     state["random_states"] = _sharded_random_states()
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    content = {"layout": _layout(), "optimizer": optimizer is not None, "scheduler": scheduler is not None}
+    content = {"layout": layout(), "optimizer": optimizer is not None, "scheduler": scheduler is not None}
     dist_checkpointing.save(
         state, str(directory), FullyParallelSaveStrategyWrapper(_PlainSave(), replicas), content_metadata=content
     )
@@ -82,23 +92,27 @@ def load_megatron(
     Without optimizer state in the checkpoint the optimizer starts anew from the loaded weights, with a warning.
 
     Raises:
-        UserError: it is not a torch_dist checkpoint, or one of another model.
+        UserError: it is not a checkpoint, or one of another model, or in torch format and of another layout.
     """
+    if is_torch_checkpoint(Path(directory)):
+        has_optimizer, has_random_states = load_torch(Path(directory), model_chunks, optimizer, scheduler)
+        _load_optimizer(None if has_optimizer else optimizer, None, directory)
+        return Loaded(optimizer=has_optimizer, random_states=has_random_states)
     content = _content(Path(directory))
     state = _wanted_state(Path(directory), model_chunks)
     has_optimizer = optimizer is not None and content.get("optimizer", False)
     if has_optimizer:
         state["optimizer"] = _optimizer_state(optimizer, state, len(model_chunks), is_loading=True)
-    same_layout = content.get("layout") == _layout()
+    same_layout = content.get("layout") == layout()
     if same_layout:
         state["random_states"] = _sharded_random_states()
-    loaded = dist_checkpointing.load(state, str(directory))
+    loaded = _read(Path(directory), state)
     _load_model_state(model_chunks, loaded)
     _load_optimizer(optimizer, loaded.get("optimizer") if has_optimizer else None, directory)
     if scheduler is not None and content.get("scheduler", False):
         scheduler.load_state_dict(loaded["scheduler"])
     if same_layout:
-        _set_random_states(loaded["random_states"])
+        set_random_states(loaded["random_states"])
     return Loaded(optimizer=has_optimizer, random_states=same_layout)
 
 
@@ -108,11 +122,14 @@ def load_weights(directory: Path | str, model_chunks: Sequence[Any]) -> None:
     Run it before the optimizer is built, which copies its fp32 main weights from the parameters.
 
     Raises:
-        UserError: it is not a torch_dist checkpoint, or one of another model.
+        UserError: it is not a checkpoint, or one of another model, or in torch format and of another layout.
     """
+    if is_torch_checkpoint(Path(directory)):
+        load_torch(Path(directory), model_chunks, weights_only=True)
+        return
     _content(Path(directory))
     state = _wanted_state(Path(directory), model_chunks)
-    _load_model_state(model_chunks, dist_checkpointing.load(state, str(directory)))
+    _load_model_state(model_chunks, _read(Path(directory), state))
 
 
 def weights_of(directory: Path | str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -205,9 +222,15 @@ def _load_optimizer(optimizer: Any | None, state: Any | None, directory: Path | 
 def _content(directory: Path) -> dict[str, Any]:
     """What ``save_megatron`` noted about its checkpoint; nothing where somebody else wrote it."""
     if not (directory / "metadata.json").is_file():
-        kind = "a torch checkpoint" if any(directory.glob("mp_rank_*")) else "not a Megatron checkpoint"
-        raise UserError(f"{directory} is {kind}; only the torch_dist format can be loaded")
-    return dist_checkpointing.load_content_metadata(str(directory)) or {}
+        raise UserError(f"{directory} is not a Megatron checkpoint, neither in torch_dist nor in torch format")
+    with safe_load(directory):
+        return dist_checkpointing.load_content_metadata(str(directory)) or {}
+
+
+def _read(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
+    with safe_load(directory):
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))
+    return loaded
 
 
 def _tokens(model_chunks: Sequence[Any]) -> int:
@@ -245,33 +268,5 @@ def _problem(wanted: ShardedTensor, there: ShardedTensor | None, tokens: int) ->
     return f"its {wanted.key} is {list(there.global_shape)} instead of {list(wanted.global_shape)}"
 
 
-def _layout() -> dict[str, int]:
-    return {
-        "world": dist.get_world_size(),
-        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-        "context": parallel_state.get_context_parallel_world_size(),
-        "expert": parallel_state.get_expert_model_parallel_world_size(),
-    }
-
-
 def _sharded_random_states() -> ShardedObject:
-    return ShardedObject("random_states", _random_states(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
-
-
-def _random_states() -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
-        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    torch.cuda.set_rng_state(states["device"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(states["megatron"])
+    return ShardedObject("random_states", random_states(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)

@@ -133,7 +133,7 @@ class TrainWorker:
     def save(self, directory: Path | str) -> None:
         """Writes Megatron's part of a checkpoint into a folder that ``CheckpointStore.begin`` made."""
         optimizer = None if self.config.checkpoint.no_save_optim else self.optimizer
-        save_megatron(directory, self.chunks, optimizer, self.scheduler)
+        save_megatron(directory, self.chunks, optimizer, self.scheduler, ckpt_format=self.config.checkpoint.ckpt_format)
 
     def save_hf(self, directory: Path | str) -> None:
         """Writes a folder that transformers and vLLM load."""

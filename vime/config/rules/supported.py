@@ -12,7 +12,6 @@ ONLY: Mapping[str, Any] = {
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
-    "ckpt_format": "torch_dist",
     "kl_coef": 0.0,
     "attention_backend": "auto",
     "log_probs_max_tokens_per_gpu": None,

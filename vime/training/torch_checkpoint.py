@@ -1,0 +1,207 @@
+"""Megatron's older checkpoint format: each model-parallel rank's state dict as one file of ``torch.save``.
+
+    iter_0000100/mp_rank_01_002_003/model_optim_rng.pt    tensor, pipeline and expert rank 1, 2 and 3; the latter two
+                                                          only where there are several
+    iter_0000100/mp_rank_01_002_003/distrib_optim.pt      what the distributed optimizer has of it
+
+It can be loaded under the layout that saved it and under no other.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from vime.errors import UserError
+from vime.models.torch_dist import fused_norm_name
+from vime.training.rank_state import layout, random_states, set_random_states
+from vime.training.safe_load import safe_load
+from vime.training.weights_io import unwrap
+
+__all__ = ["is_torch_checkpoint", "load_torch", "save_torch"]
+
+FILE = "model_optim_rng.pt"
+OPTIMIZER_FILE = "distrib_optim.pt"
+VERSION = 3.0  # of Megatron-LM's names
+LAYOUT = "vime_layout"
+FLAGS = {
+    "tensor": "--tensor-model-parallel-size",
+    "pipeline": "--pipeline-model-parallel-size",
+    "expert": "--expert-model-parallel-size",
+    "context": "--context-parallel-size",
+    "world": "number of training slots",
+}
+OF_WEIGHTS = ("tensor", "pipeline", "expert")  # what the weights alone depend on
+NAMED_IN_MESSAGES = 5
+
+
+def is_torch_checkpoint(directory: Path) -> bool:
+    return any(directory.glob(f"mp_rank_*/{FILE}"))
+
+
+def save_torch(directory: Path, model_chunks: Sequence[Any], optimizer: Any | None, scheduler: Any | None) -> None:
+    """Writes a checkpoint into an existing empty folder. Collective.
+
+    Raises:
+        UserError: expert tensor parallelism cuts experts otherwise than the rest, for which the format has no names.
+    """
+    expert_tensor = parallel_state.get_expert_tensor_parallel_world_size()
+    if expert_tensor not in (1, layout()["tensor"]):
+        raise UserError(f"--ckpt-format torch does not go with --expert-tensor-parallel-size {expert_tensor}")
+    folder = directory / _name()
+    states: list[Any] = [None] * _replicas().size()
+    dist.all_gather_object(states, random_states(), group=_replicas())
+    state = {
+        "checkpoint_version": VERSION,
+        LAYOUT: layout(),
+        **{key: unwrap(chunk).state_dict() for key, chunk in zip(_keys(model_chunks), model_chunks, strict=True)},
+        "rng_state": states,
+    }
+    if optimizer is not None:
+        _allocate(optimizer)
+        state["optimizer"] = optimizer.state_dict()
+    if scheduler is not None:
+        state["opt_param_scheduler"] = scheduler.state_dict()
+    folder.mkdir(exist_ok=True)
+    if _writes():
+        torch.save(state, folder / FILE)
+    if optimizer is not None and _is_distributed(optimizer):
+        optimizer.save_parameter_state(str(folder / OPTIMIZER_FILE))
+    dist.barrier()
+
+
+def load_torch(
+    directory: Path,
+    model_chunks: Sequence[Any],
+    optimizer: Any | None = None,
+    scheduler: Any | None = None,
+    *,
+    weights_only: bool = False,
+) -> tuple[bool, bool]:
+    """Restores what is there and wanted. Collective.
+
+    Returns:
+        whether there was optimizer state, and whether there were random states.
+
+    Raises:
+        UserError: it is of another layout or model, or would run code.
+    """
+    state = _read(directory, _name(), OF_WEIGHTS if weights_only else tuple(FLAGS))
+    for key, chunk in zip(_keys(model_chunks), model_chunks, strict=True):
+        _load_chunk(unwrap(chunk), state.get(key), directory)
+    if weights_only:
+        return False, False
+    has_optimizer = optimizer is not None and "optimizer" in state
+    if optimizer is not None and has_optimizer:
+        _allocate(optimizer)
+        optimizer.load_state_dict(state["optimizer"])
+        if _is_distributed(optimizer):
+            optimizer.load_parameter_state(str(directory / _name() / OPTIMIZER_FILE))
+    if scheduler is not None and "opt_param_scheduler" in state:
+        scheduler.load_state_dict(state["opt_param_scheduler"])
+    if LAYOUT in state:
+        set_random_states(state["rng_state"][_replicas().rank()])
+    return has_optimizer, LAYOUT in state
+
+
+def _name() -> str:
+    """The folder of this rank, as Megatron-LM names it."""
+    sizes = layout()
+    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    if sizes["pipeline"] > 1:
+        name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
+    if sizes["expert"] > 1:
+        name += f"_{parallel_state.get_expert_model_parallel_rank():03d}"
+    return name
+
+
+def _writes() -> bool:
+    """Whether this rank is the first one that has what its folder is for."""
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, _name())
+    return names.index(_name()) == dist.get_rank()
+
+
+def _replicas() -> dist.ProcessGroup:
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group
+
+
+def _keys(model_chunks: Sequence[Any]) -> list[str]:
+    return ["model"] if len(model_chunks) == 1 else [f"model{i}" for i in range(len(model_chunks))]
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _is_distributed(optimizer: Any) -> bool:
+    return any(isinstance(each, DistributedOptimizer) for each in _optimizers(optimizer))
+
+
+def _allocate(optimizer: Any) -> None:
+    """Moments of zero, where no step has made them yet."""
+    for each in _optimizers(optimizer):
+        each.init_state_fn(each.optimizer, each.config)
+
+
+def _read(directory: Path, name: str, compared: Sequence[str]) -> dict[str, Any]:
+    """This rank's state dict, once its layout is known to be that of the run."""
+    path = directory / name / FILE
+    any_path = path if path.is_file() else min(directory.glob(f"mp_rank_*/{FILE}"))
+    state = _load(any_path)
+    saved, here = _layout_of(state), layout()
+    if any_path != path or any(saved.get(key, here[key]) != here[key] for key in compared):
+        raise UserError(
+            f"{directory} was saved with {_told(saved)} and this run has {_told(here)}: a torch checkpoint needs the "
+            "same layout; one that --ckpt-format torch_dist saves can be loaded under any"
+        )
+    return state
+
+
+def _load(path: Path) -> dict[str, Any]:
+    with safe_load(path):
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return state
+
+
+def _layout_of(state: Mapping[str, Any]) -> dict[str, int]:
+    """Our note, or Megatron-LM's ``args``."""
+    if LAYOUT in state:
+        return dict(state[LAYOUT])
+    args = vars(state.get("args", argparse.Namespace()))
+    names = {key: f"{key}_model_parallel_size" for key in OF_WEIGHTS}
+    names |= {"context": "context_parallel_size", "world": "world_size"}
+    return {key: args[name] for key, name in names.items() if name in args}
+
+
+def _told(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{FLAGS[key]} {sizes[key]}" for key in FLAGS if key in sizes) or "another layout"
+
+
+def _load_chunk(model: torch.nn.Module, saved: Mapping[str, Any] | None, directory: Path) -> None:
+    if saved is None:
+        raise UserError(
+            f"{directory} has other virtual pipeline stages than this run; a torch checkpoint needs the same"
+        )
+    wanted = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    found = {name: saved.get(name, saved.get(fused_norm_name(name))) for name in wanted}
+    problems = [problem for name in wanted if (problem := _problem(name, wanted[name], found[name]))]
+    if problems:
+        shown, rest = "; ".join(problems[:NAMED_IN_MESSAGES]), len(problems) - NAMED_IN_MESSAGES
+        raise UserError(f"{directory} is of another model: {shown}" + (f"; {rest} more" if rest > 0 else ""))
+    model.load_state_dict(found, strict=False)
+
+
+def _problem(name: str, wanted: Tensor, there: Tensor | None) -> str | None:
+    if there is None:
+        return f"it has no {name}"
+    return None if there.shape == wanted.shape else f"its {name} is {list(there.shape)} instead of {list(wanted.shape)}"
