@@ -71,7 +71,7 @@ def _encoder(options: argparse.Namespace) -> PromptEncoder | None:
     from vime.data.tokenizer import load_tokenizer
 
     return PromptEncoder(
-        load_tokenizer(options.hf_checkpoint),
+        load_tokenizer(options.hf_checkpoint, trust_remote_code=options.trust_remote_code),
         apply_chat_template=options.apply_chat_template,
         template_kwargs=options.apply_chat_template_kwargs,
         tool_key=options.tool_key,
@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         "--needs-label", action="store_true", help="a row without a label is bad, as with a rule reward"
     )
     parser.add_argument("--hf-checkpoint", help="folder of the tokenizer")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code in that folder")
     parser.add_argument("--apply-chat-template", action="store_true", help="render through the chat template")
     parser.add_argument("--apply-chat-template-kwargs", type=json.loads, default={}, help="its arguments, as JSON")
     parser.add_argument("--rollout-max-prompt-len", type=int, help="count prompts of more tokens")

@@ -10,6 +10,8 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
+from vime.config import megatron_core
+
 BUILD_SENSITIVE = ("torchvision", "torchaudio", "torchcodec")
 """Packages whose usual builds are for CUDA; beside a CPU build of torch they break ``import transformers``."""
 
@@ -41,6 +43,7 @@ def all_checks() -> Iterator[Check]:
     """In the order in which they are shown."""
     yield python_version(sys.version_info[:2])
     yield from pinned_packages()
+    yield from megatron_on_path()
     yield engine_package()
     yield from build_conflicts(installed("torch"))
     yield memory()
@@ -75,6 +78,13 @@ def package(requirement: Requirement) -> Check:
     if requirement.specifier.contains(version.partition("+")[0], prereleases=True):
         return Check(True, f"{requirement.name} {version}")
     return Check(False, f"{requirement.name} {version}, but {requirement.specifier} is needed")
+
+
+def megatron_on_path() -> Iterator[Check]:
+    """The Megatron-core that Python would import, which a Megatron-LM on PYTHONPATH may hide."""
+    core = megatron_core.found()
+    if core is not None:
+        yield Check(core.problem is None, core.problem or f"megatron.core {core.version} of {core.folder}")
 
 
 def engine_package() -> Check:

@@ -70,7 +70,8 @@ def load_prompts(config: Config) -> Prompts:
     hooks = resolve_hooks(config)
     max_context = _max_context(config)
     config = _with_prompt_limit(config, max_context)
-    tokenizer = load_tokenizer(config.checkpoint.hf_checkpoint)
+    checkpoint = config.checkpoint
+    tokenizer = load_tokenizer(checkpoint.hf_checkpoint, trust_remote_code=checkpoint.trust_remote_code)
     encoder = encoder_of(config, tokenizer)
     source = hooks.data_source(config.args) if hooks.data_source else PromptSource.from_config(config, encoder)
     graded_by_rule = hooks.custom_rm is None

@@ -39,6 +39,7 @@ class EngineSpec:
     cpu: bool = True
     threads: int = 1  # compute threads of each process; for CPUs only
     devices: tuple[str, ...] = ()  # GPUs to use, by their numbers on the node; none: those that this process sees
+    trust_remote_code: bool = False  # run Python code in the model's folder
     seed: int = 0  # of requests without one of their own
     flags: Mapping[str, Any] = field(default_factory=dict)
 
@@ -67,6 +68,7 @@ class EngineSpec:
             "dtype": self.dtype,
             "max_model_len": self.max_model_len,
             "disable_uvicorn_access_log": True,
+            "trust_remote_code": self.trust_remote_code or None,
         }
         if not self.cpu:
             return defaults
@@ -148,6 +150,7 @@ class EngineServer:
             cpu=is_cpu_build(),
             threads=threads,
             devices=tuple(devices),
+            trust_remote_code=config.checkpoint.trust_remote_code,
             seed=config.data.rollout_seed,
             flags=config.vllm,
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from vime.config.config import Config
 from vime.config.rules.base import Violation, known
 from vime.errors import UserError
+from vime.models.remote_code import needs_trust, tokenizer_code
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -25,8 +26,13 @@ def hf_checkpoint(config: Config) -> Iterator[Violation]:
         return
     if not (folder / "config.json").is_file():
         yield Violation(f"--hf-checkpoint {given}: there is no config.json in it")
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return
+    code = tokenizer_code(folder)
+    if code is None:
         yield Violation(f"--hf-checkpoint {given}: there is no tokenizer in it ({', '.join(TOKENIZER_FILES)})")
+    elif not config.checkpoint.trust_remote_code:
+        yield Violation(needs_trust(folder, code))
 
 
 def ref_load(config: Config) -> Iterator[Violation]:

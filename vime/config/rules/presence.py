@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+from vime.config import megatron_core
 from vime.config.config import OWN_FLAGS, Config
 from vime.config.rules.base import Violation
 
@@ -85,7 +86,14 @@ def wandb_installed(config: Config) -> Iterator[Violation]:
         yield Violation('--use-wandb needs the package wandb, which is not installed: pip install "vime[wandb]"')
 
 
+def megatron_version(config: Config) -> Iterator[Violation]:
+    core = megatron_core.found()
+    if core is not None and core.problem is not None:
+        yield Violation(core.problem)
+
+
 RULES = (
+    megatron_version,
     required_flags,
     run_length,
     prompts,

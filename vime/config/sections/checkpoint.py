@@ -15,6 +15,9 @@ class Checkpoint:
     hf_checkpoint: str = required(
         help="Hugging Face folder: gives the model's shape and tokenizer, and starts the engines. Need not be current."
     )
+    trust_remote_code: bool = flag(
+        False, help="Run the Python code in --hf-checkpoint: of its tokenizer, and in the engines of its model."
+    )
     load: str | None = flag(
         None, help="Checkpoint to resume from. Without one in it, training starts from --ref-load or --hf-checkpoint."
     )
