@@ -71,7 +71,7 @@ def build(shape: ModelShape, dtype: str = "float32", *, divisible_by: int = 1) -
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
     )
-    if shape.post_norms:  # Megatron has no such layer
+    if shape.post_norms or shape.mla:  # Megatron has no such layer
         from vime.training.layers.spec import Modules, decoder_spec
 
         spec = decoder_spec(shape, config, Modules())

@@ -12,7 +12,7 @@ import pytest
 
 from tests.tiny import FAMILIES, make_model
 from vime.errors import UserError
-from vime.models import ModelShape, MoeShape, YarnScaling, load_shape, weight_map
+from vime.models import MlaShape, ModelShape, MoeShape, YarnScaling, load_shape, weight_map
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -50,7 +50,17 @@ MOE = {
         num_groups=2,
         top_k_groups=1,
     ),
+    "deepseek_v3": MoeShape(
+        **EXPERTS,
+        shared_ffn_hidden_size=48,
+        score_function="sigmoid",
+        scaling_factor=2.5,
+        expert_bias=True,
+        num_groups=2,
+        top_k_groups=1,
+    ),
 }
+MLA = {"deepseek_v3": MlaShape(q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)}
 
 
 def write(folder: Path, config: dict[str, Any]) -> Path:
@@ -73,7 +83,7 @@ def test_shape_agrees_with_transformers(tmp_path: Path, family: str, tied: bool)
         ffn_hidden_size=config.intermediate_size,
         num_attention_heads=config.num_attention_heads,
         num_query_groups=config.num_key_value_heads,
-        kv_channels=32,
+        kv_channels=MLA[family].qk_head_dim if family in MLA else 32,
         norm_epsilon=config.rms_norm_eps,
         rotary_base=10000.0,
         max_position_embeddings=config.max_position_embeddings,
@@ -81,9 +91,10 @@ def test_shape_agrees_with_transformers(tmp_path: Path, family: str, tied: bool)
         qk_layernorm=family in ("qwen3", "qwen3_moe", "glm4_moe"),
         add_qkv_bias=family in ("qwen2", "glm", "glm4", "glm4_moe"),
         rotary_percent=0.5 if family.startswith("glm") else 1.0,
-        rotary_interleaved=family in ("glm", "glm4"),
+        rotary_interleaved=family in ("glm", "glm4", "deepseek_v3"),
         post_norms=family == "glm4",
         moe=MOE.get(family),
+        mla=MLA.get(family),
         dtype="bfloat16",
     )
 

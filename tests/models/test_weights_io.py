@@ -18,7 +18,7 @@ from vime.errors import UserError
 from vime.models import load_shape
 
 CASES = [("llama", False), ("llama", True), ("qwen2", False), ("qwen2", True), ("qwen3", False), ("qwen3", True)]
-CASES += [("qwen3_moe", False), ("glm", False), ("glm4", False), ("glm4_moe", False)]
+CASES += [("qwen3_moe", False), ("glm", False), ("glm4", False), ("glm4_moe", False), ("deepseek_v3", False)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,7 +56,7 @@ def test_round_trip_is_bit_identical(tmp_path: Path, family: str, tied: bool, dt
     assert hf_plan(shape, getattr(torch, dtype)) == plan
 
 
-@pytest.mark.parametrize(("family", "tied"), [case for case in CASES if case[0] != "glm4"])
+@pytest.mark.parametrize(("family", "tied"), [case for case in CASES if case[0] not in ("glm4", "deepseek_v3")])
 def test_megatron_computes_what_transformers_computes(tmp_path: Path, family: str, tied: bool) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -237,6 +237,8 @@ LAYOUTS = [  # family, tied, ranks, and how they are divided
     ("qwen3", True, 2, {"PP": 2}),
     ("llama", True, 4, {"TP": 2, "PP": 2}),
     ("glm4", False, 2, {"TP": 2}),
+    ("deepseek_v3", False, 2, {"TP": 2, "ETP": 2}),
+    ("deepseek_v3", False, 4, {"PP": 2, "EP": 2}),
     ("qwen3_moe", False, 2, {"EP": 2}),
     ("qwen3_moe", False, 2, {"TP": 2, "ETP": 2}),
     ("qwen3_moe", False, 4, {"TP": 2, "EP": 2}),

@@ -11,6 +11,8 @@ import torch
 from tests.training.harness import config_of, make_samples, started
 from vime.types import TrainSample
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 16}
+YARN |= {"mscale": 1.0, "mscale_all_dim": 0.8}
 TOLERANCE = 1e-5  # nats, fp32 against fp32
 
 
@@ -42,6 +44,9 @@ def _of_response(reference: torch.nn.Module, sample: TrainSample, temperature: f
         ("glm", {}),
         ("glm4", {}),
         ("glm4_moe", {}),
+        ("deepseek_v3", {}),
+        ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
+        ("deepseek_v3", {"rope_parameters": YARN}),
     ],
     ids=[
         "llama",
@@ -54,6 +59,9 @@ def _of_response(reference: torch.nn.Module, sample: TrainSample, temperature: f
         "glm",
         "glm4: norms on both sides",
         "glm4_moe: groups of experts, a shared one, half of each head rotated",
+        "deepseek_v3",
+        "deepseek_v3: full queries, rotated by halves",
+        "deepseek_v3: stretched positions",
     ],
 )
 def test_packed_log_probs_are_those_of_transformers_on_each_sample_alone(

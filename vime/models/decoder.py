@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from vime.errors import UserError
 from vime.models.hf_config import HfConfig
+from vime.models.mla import latent_rules
 from vime.models.moe import mlp_rules, moe_rules
 from vime.models.rules import HfTensor, QkvInterleave, WeightRule
 from vime.models.shape import ModelShape
@@ -84,12 +85,18 @@ def decoder_rules(shape: ModelShape, *, fused_gate_up: bool = False) -> Iterator
 
 
 def _attention_rules(shape: ModelShape, layer: int) -> Iterator[WeightRule]:
-    megatron, hf = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
+    names = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
+    yield _norm_rule(shape, layer, "input_layernorm", "input_layernorm")
+    yield from (latent_rules if shape.mla else _grouped_query_rules)(shape, *names, layer)
+    if shape.post_norms:
+        yield _norm_rule(shape, layer, "post_self_attn_layernorm", "post_self_attn_layernorm")
+
+
+def _grouped_query_rules(shape: ModelShape, megatron: str, hf: str, layer: int) -> Iterator[WeightRule]:
     queries = shape.num_attention_heads * shape.kv_channels
     keys = shape.num_query_groups * shape.kv_channels
     rows = {"q": queries, "k": keys, "v": keys}
     interleave = QkvInterleave(shape.heads_per_group, shape.kv_channels)
-    yield _norm_rule(shape, layer, "input_layernorm", "input_layernorm")
     yield WeightRule(
         megatron=f"{megatron}.linear_qkv.weight",
         hf=tuple(HfTensor(f"{hf}.{x}_proj.weight", (n, shape.hidden_size)) for x, n in rows.items()),
@@ -111,8 +118,6 @@ def _attention_rules(shape: ModelShape, layer: int) -> Iterator[WeightRule]:
             yield WeightRule(megatron=f"{megatron}.{x}_layernorm.weight", hf=(norm,), layer=layer)
     out = HfTensor(f"{hf}.o_proj.weight", (shape.hidden_size, queries))
     yield WeightRule(megatron=f"{megatron}.linear_proj.weight", hf=(out,), tp_dim=1, layer=layer)
-    if shape.post_norms:
-        yield _norm_rule(shape, layer, "post_self_attn_layernorm", "post_self_attn_layernorm")
 
 
 def _mlp_rules(shape: ModelShape, layer: int, fused_gate_up: bool) -> Iterator[WeightRule]:

@@ -97,6 +97,10 @@ class MlaShape:
     qk_rope_head_dim: int
     v_head_dim: int
 
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -141,6 +145,11 @@ class ModelShape:
     def rotary_width(self) -> int:
         """Channels of a head that are rotated."""
         return self.mla.qk_rope_head_dim if self.mla else int(self.kv_channels * self.rotary_percent)
+
+    @property
+    def softmax_factor(self) -> float:
+        """What attention scores are multiplied by besides (width of a head)^-½."""
+        return self.rope_scaling.softmax_factor if self.mla and isinstance(self.rope_scaling, YarnScaling) else 1.0
 
     @property
     def rotary_by_megatron(self) -> bool:

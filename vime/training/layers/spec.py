@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from vime.models import ModelShape
 from vime.training.layers.attention import Attention
+from vime.training.layers.mla import LatentAttention, LatentSubmodules
 from vime.training.layers.mlp import GatedMlp
 from vime.training.layers.moe import MoeTransformerLayer, moe_spec
 from vime.training.layers.norm import Norm
@@ -90,7 +91,7 @@ def layer_spec(shape: ModelShape, config: TransformerConfig, blocks: Modules, *,
         params={"post_norm": blocks.norm} if shape.post_norms else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=blocks.norm,
-            self_attention=_attention(config, blocks),
+            self_attention=_latent_attention(shape, blocks) if shape.mla else _attention(config, blocks),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=blocks.norm,
             mlp=moe_spec(mlp) if has_experts else ModuleSpec(module=GatedMlp, submodules=mlp),
@@ -111,4 +112,12 @@ def _attention(config: TransformerConfig, blocks: Modules) -> ModuleSpec:
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
+    )
+
+
+def _latent_attention(shape: ModelShape, blocks: Modules) -> ModuleSpec:
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"mla": shape.mla, "softmax_factor": shape.softmax_factor},
+        submodules=LatentSubmodules(column_linear=blocks.column_linear, row_linear=blocks.row_linear, norm=blocks.norm),
     )
