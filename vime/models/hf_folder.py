@@ -20,6 +20,7 @@ import psutil
 
 from vime.errors import UserError
 from vime.models.family import hf_tensors
+from vime.models.fp8 import SCALE_SUFFIX, block_of, dequantised
 from vime.models.rules import HfTensor
 from vime.models.safetensors_file import SafetensorsFile, write_safetensors
 from vime.models.shape import ModelShape
@@ -36,15 +37,28 @@ COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # a
 
 
 class HfWeights:
-    """The tensors of one folder. Headers are read at once, data only on demand and only the rows that are asked for."""
+    """The tensors of one folder. Headers are read at once, data only on demand and only the rows that are asked for.
+
+    Weights in 8 bits (see ``vime.models.fp8``) are read as bfloat16; their scales do not appear.
+
+    Raises:
+        UserError: files are missing, cut off, or quantised in a way that is not supported.
+    """
 
     def __init__(self, hf_dir: Path) -> None:
         self.hf_dir = hf_dir
+        self._block = block_of(hf_dir)
         self._stack = contextlib.ExitStack()
         self._files: dict[str, SafetensorsFile] = {}  # by tensor
         for path in _weight_files(hf_dir):
             file = self._stack.enter_context(SafetensorsFile(path))
             self._files |= dict.fromkeys(file.tensors, file)
+        self._scales = {} if self._block is None else self._take_scales()
+
+    def _take_scales(self) -> dict[str, SafetensorsFile]:
+        """By the weight that they belong to."""
+        named = [name for name in self._files if name.endswith(SCALE_SUFFIX)]
+        return {name.removesuffix(SCALE_SUFFIX): self._files.pop(name) for name in named}
 
     def __enter__(self) -> HfWeights:
         return self
@@ -61,10 +75,24 @@ class HfWeights:
 
     def read(self, name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
         """The tensor, or its rows (dim 0) or columns (dim 1) from ``start`` to ``stop``."""
-        file = self._files[name]
-        if dim is None:
-            return file.read(name)
-        return file.read(name, (start, stop)) if dim == 0 else file.read(name)[:, start:stop].contiguous()
+        if name in self._scales:
+            return self._read_dequantised(name, dim, start, stop)
+        return _read(self._files[name], name, dim, start, stop)
+
+    def dtype(self, name: str) -> str:
+        """Torch's name of the dtype in which ``read`` returns a tensor."""
+        return "bfloat16" if name in self._scales else self._files[name].tensors[name].dtype
+
+    def _read_dequantised(self, name: str, dim: int | None, start: int, stop: int) -> Tensor:
+        assert self._block is not None
+        weight = _read(self._files[name], name, dim, start, stop)
+        first = [0, 0]
+        if dim is not None:
+            size = self._block[dim]
+            first[dim] = start % size
+            start, stop = start // size, -(-stop // size)
+        scale = _read(self._scales[name], name + SCALE_SUFFIX, dim, start, stop)
+        return dequantised(weight, scale, self._block, (first[0], first[1]))
 
     def check_model(self, shape: ModelShape) -> None:
         """Raises a UserError unless the folder has the tensors of this model."""
@@ -102,6 +130,12 @@ class HfWeights:
         told = "; ".join(f"{what}: {_some(items)}" for what, items in problems if items)
         if told:
             raise UserError(f"{self.hf_dir}: the weights do not fit its config.json: {told}")
+
+
+def _read(file: SafetensorsFile, name: str, dim: int | None, start: int, stop: int) -> Tensor:
+    if dim is None:
+        return file.read(name)
+    return file.read(name, (start, stop)) if dim == 0 else file.read(name)[:, start:stop].contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +266,7 @@ def _copy_small_files(origin: Path, work: Path) -> None:
 
 def _write_config(origin: Path, work: Path, plan: Sequence[HfTensor], dtype: str) -> None:
     config = json.loads((origin / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)  # what is written are whole weights
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     config["vocab_size"] = next(tensor.shape[0] for tensor in plan if "embed_tokens" in tensor.name)
     (work / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
