@@ -16,7 +16,18 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 VOCAB_SIZE = 512
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm", "glm4", "glm4_moe", "deepseek_v3")
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
+)
 
 
 @functools.cache
@@ -75,6 +86,7 @@ def make_model(
 
     classes = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
     classes |= {"glm": "Glm", "glm4": "Glm4", "glm4_moe": "Glm4Moe", "deepseek_v3": "DeepseekV3"}
+    classes |= {"deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa"}
     tokenizer = make_tokenizer()
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -102,12 +114,19 @@ def make_model(
         fields |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1}
         fields |= {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5}
         fields |= {"use_qk_norm": True, "attention_bias": True}
-    if family == "deepseek_v3":  # heads of 16 + 8 channels, values of 12; the best of two groups of experts
+    if family in (
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm_moe_dsa",
+    ):  # heads of 16 + 8 channels, values of 12; the best of two groups of experts
         fields |= {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
         fields |= {"v_head_dim": 12, "num_key_value_heads": 4, "num_mtp_layers": 0, "first_k_dense_replace": 1}
         fields |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1}
         fields |= {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5}
         del fields["head_dim"]
+        if family != "deepseek_v3":  # every token attends to what an indexer chooses: here all, up to 64
+            del fields["num_mtp_layers"]
+            fields |= {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 16}
     fields |= overrides
     config = getattr(transformers, classes[family] + "Config")(**fields)
     with torch.random.fork_rng():

@@ -13,6 +13,21 @@ from vime.config import parse_config, resolve
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = sorted((ROOT / "scripts" / "models").glob("*.sh"))
 
+SPARSE = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "index_topk": 512,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+}
+
 RIGHT = """
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 6 --group-query-attention
     --num-query-groups 2 --kv-channels 32 --vocab-size 512 --swiglu --disable-bias-linear --normalization RMSNorm
@@ -65,6 +80,18 @@ def test_other_lists_of_layers_are_refused(flags, words):
 
 def test_each_mismatch_has_its_line(flags):
     assert len(resolve(flags("--num-layers", "3", "--hidden-size", "1", "--kv-channels", "1")).violations) == 3
+
+
+def test_sparse_attention_is_trained_only_where_it_is_dense(flags, model_dir):
+    values = json.loads((model_dir / "config.json").read_text()) | SPARSE
+    (model_dir / "config.json").write_text(json.dumps(values))
+    (message,) = resolve(flags()).violations
+    assert message == (
+        "GlmMoeDsaForCausalLM can be trained on up to 512 tokens, its index_topk, and a rollout can have 1024: give "
+        "--rollout-max-context-len 512 or less"
+    )
+    for limit in ("--rollout-max-context-len 512", "--vllm-max-model-len 512", "--rollout-max-prompt-len 448"):
+        assert resolve(flags(*limit.split())).violations == ()
 
 
 def test_yarn_is_not_left_to_transformer_engine(flags, model_dir):

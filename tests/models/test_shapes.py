@@ -13,6 +13,7 @@ import pytest
 from tests.tiny import FAMILIES, make_model
 from vime.errors import UserError
 from vime.models import MlaShape, ModelShape, MoeShape, YarnScaling, load_shape, weight_map
+from vime.models.family import is_carried
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,7 +61,11 @@ MOE = {
         top_k_groups=1,
     ),
 }
-MLA = {"deepseek_v3": MlaShape(q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)}
+MOE |= dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), MOE["deepseek_v3"])
+MLA = dict.fromkeys(
+    ("deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
+    MlaShape(q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12),
+)
 
 
 def write(folder: Path, config: dict[str, Any]) -> Path:
@@ -90,11 +95,12 @@ def test_shape_agrees_with_transformers(tmp_path: Path, family: str, tied: bool)
         tie_word_embeddings=tied,
         qk_layernorm=family in ("qwen3", "qwen3_moe", "glm4_moe"),
         add_qkv_bias=family in ("qwen2", "glm", "glm4", "glm4_moe"),
-        rotary_percent=0.5 if family.startswith("glm") else 1.0,
-        rotary_interleaved=family in ("glm", "glm4", "deepseek_v3"),
+        rotary_percent=0.5 if family in ("glm", "glm4", "glm4_moe") else 1.0,
+        rotary_interleaved=family in ("glm", "glm4", *MLA),
         post_norms=family == "glm4",
         moe=MOE.get(family),
         mla=MLA.get(family),
+        longest_exact_context=64 if family in ("deepseek_v32", "glm_moe_dsa") else None,
         dtype="bfloat16",
     )
 
@@ -109,7 +115,10 @@ def test_the_weight_map_names_every_tensor_of_transformers_with_its_shape(
     shape = load_shape(make_model(tmp_path, family, tied=tied))
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         written = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    assert {tensor.name: tensor.shape for rule in weight_map(shape) for tensor in rule.hf} == written
+    trained = {name: sizes for name, sizes in written.items() if not is_carried(shape, name)}
+    assert {tensor.name: tensor.shape for rule in weight_map(shape) for tensor in rule.hf} == trained
+    assert (trained != written) is (family in ("deepseek_v32", "glm_moe_dsa"))
+    assert all(".indexer." in name for name in written.keys() - trained.keys())
 
 
 def test_llama_3_2_1b(tmp_path: Path) -> None:

@@ -130,11 +130,13 @@ def test_an_explicit_copy_of_a_tied_head_and_old_rotary_buffers_are_ignored(tmp_
     load(rewrite(make_model(tmp_path, tied=True), add))
 
 
-def test_layers_behind_the_last_one_are_ignored(tmp_path: Path) -> None:
-    def add(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.2.eh_proj.weight"] = torch.ones(64, 128)
+def test_layers_behind_the_last_one_are_exported_as_they_came(tmp_path: Path) -> None:
+    from vime.training.weights_io import save_hf
 
-    load(rewrite(make_model(tmp_path, "glm4_moe"), add))
+    draft = {"model.layers.2.eh_proj.weight": torch.rand(64, 128), "model.layers.2.enorm.weight": torch.rand(64)}
+    hf_dir = rewrite(make_model(tmp_path / "hf", "glm4_moe", dtype="bfloat16"), lambda tensors: tensors.update(draft))
+    save_hf(tmp_path / "out", [load(hf_dir, "bfloat16")], load_shape(hf_dir), hf_dir)
+    assert_same_bits(load_file(tmp_path / "out" / "model.safetensors"), load_file(hf_dir / "model.safetensors"))
 
 
 def test_a_folder_without_safetensors_is_told(tmp_path: Path) -> None:

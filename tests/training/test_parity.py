@@ -47,6 +47,8 @@ def _of_response(reference: torch.nn.Module, sample: TrainSample, temperature: f
         ("deepseek_v3", {}),
         ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
         ("deepseek_v3", {"rope_parameters": YARN}),
+        ("deepseek_v32", {}),
+        ("glm_moe_dsa", {}),
     ],
     ids=[
         "llama",
@@ -62,6 +64,8 @@ def _of_response(reference: torch.nn.Module, sample: TrainSample, temperature: f
         "deepseek_v3",
         "deepseek_v3: full queries, rotated by halves",
         "deepseek_v3: stretched positions",
+        "deepseek_v32: an indexer that chooses all",
+        "glm_moe_dsa: an indexer that chooses all",
     ],
 )
 def test_packed_log_probs_are_those_of_transformers_on_each_sample_alone(

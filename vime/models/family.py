@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from vime.models.hf_config import HfConfig
 from vime.models.rules import HfTensor, WeightRule
 from vime.models.shape import ModelShape
 
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
@@ -22,6 +25,7 @@ class Family:
     architecture: str  # the name in config.json
     read: Callable[[HfConfig], ModelShape]
     rules: Callable[[ModelShape], Iterable[WeightRule]]
+    carries: str | None = None  # pattern of the names of HF tensors that have no part in training
 
 
 @functools.cache
@@ -55,3 +59,13 @@ def weight_map(shape: ModelShape) -> tuple[WeightRule, ...]:
 def hf_tensors(shape: ModelShape) -> list[HfTensor]:
     """All tensors of the HF model, in HF order."""
     return [tensor for rule in weight_map(shape) for tensor in rule.hf]
+
+
+def is_carried(shape: ModelShape, name: str) -> bool:
+    """Whether an HF tensor is carried along: not trained, not sent to engines, and exported as the origin has it.
+
+    So are the layers behind the last one, which predict further tokens, and what a family says.
+    """
+    layer, pattern = _LAYER.match(name), families()[shape.architecture].carries
+    behind = layer is not None and int(layer[1]) >= shape.num_layers
+    return behind or (pattern is not None and re.search(pattern, name) is not None)

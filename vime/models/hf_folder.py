@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import glob
 import json
+import logging
 import math
 import os
-import re
 import shutil
 import socket
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from vime.errors import UserError
-from vime.models.family import hf_tensors
+from vime.models.family import hf_tensors, is_carried
 from vime.models.fp8 import SCALE_SUFFIX, block_of, dequantised
 from vime.models.rules import HfTensor
 from vime.models.safetensors_file import SafetensorsFile, write_safetensors
@@ -28,11 +28,12 @@ from vime.models.shape import ModelShape
 if TYPE_CHECKING:
     from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_SHARD_BYTES = 5_000_000_000  # as transformers writes them
 NAMED_IN_MESSAGES = 5
-_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # all of a model folder but its weights
 
 
@@ -98,11 +99,16 @@ class HfWeights:
         """Raises a UserError unless the folder has the tensors of this model."""
         self.check(hf_tensors(shape), ignorable=self._ignorable(shape))
 
+    def carried(self, shape: ModelShape) -> list[HfTensor]:
+        """What is there besides the model's own tensors and goes from one folder to the next as it is."""
+        own = {tensor.name for tensor in hf_tensors(shape)}
+        names = sorted(name for name in self.names if name not in own and is_carried(shape, name))
+        return [HfTensor(name, self.shape(name), self.dtype(name)) for name in names]
+
     def _ignorable(self, shape: ModelShape) -> list[str]:
-        """A written copy of a tied output layer, and layers behind the last one, which predict further tokens."""
+        """A written copy of a tied output layer, and what is carried."""
         copies = ["lm_head.weight"] if shape.tie_word_embeddings else []
-        layers = ((name, _LAYER.match(name)) for name in self.names)
-        return copies + [name for name, match in layers if match and int(match[1]) >= shape.num_layers]
+        return copies + [tensor.name for tensor in self.carried(shape)]
 
     def check(self, expected: Sequence[HfTensor], *, ignorable: Collection[str] = ()) -> None:
         """Compares names and shapes with what the architecture has.
@@ -167,6 +173,23 @@ def write_hf_folder(
             write_shard(work, shard, islice(given, len(shard.tensors)), dtype)
         assert next(given, None) is None, "more tensors than planned"
         write_all_but_weights(work, origin=origin, plan=plan, dtype=dtype)
+
+
+def carried_tensors(origin: Path, shape: ModelShape) -> list[HfTensor]:
+    """The tensors that an exported folder gets from ``origin`` (see ``is_carried``); none if no weights are there."""
+    if not any((origin / name).is_file() for name in (INDEX_NAME, SINGLE_NAME)):
+        if shape.num_mtp_layers or shape.longest_exact_context is not None:
+            logger.warning("%s has no weights: layers that are not trained are missing in the export", origin)
+        return []
+    with HfWeights(origin) as weights:
+        return weights.carried(shape)
+
+
+def read_carried(origin: Path, tensors: Sequence[HfTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Those tensors as ``origin`` has them, one after the other."""
+    if tensors:
+        with HfWeights(origin) as weights:
+            yield from ((tensor.name, weights.read(tensor.name)) for tensor in tensors)
 
 
 @contextlib.contextmanager

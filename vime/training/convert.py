@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,8 +24,10 @@ from vime.models import HfTensor, ModelShape, WeightRule, hf_tensors, load_shape
 from vime.models.hf_folder import (
     HfWeights,
     bytes_of,
+    carried_tensors,
     check_replaceable,
     new_model_folder,
+    read_carried,
     shards_of,
     write_all_but_weights,
     write_shard,
@@ -90,7 +93,7 @@ def torch_dist_to_hf(
     """Writes the weights of one checkpoint, in the dtype in which they are there, as an HF folder. Collective.
 
     Args:
-        origin_hf_dir: where config.json and the tokenizer come from.
+        origin_hf_dir: where config.json, the tokenizer and layers that are not trained come from.
         vocab_size: rows of embedding and output layer to keep, if not those of the origin's config.json.
         flags: MODEL_ARGS.
 
@@ -107,17 +110,22 @@ def torch_dist_to_hf(
     dtype = str(reader.dtype(EMBEDDING)).removeprefix("torch.")
     config = _config(["--hf-checkpoint", str(origin_hf_dir), PRECISION_FLAGS[dtype], *flags])
     _check_fits(reader, shape)
-    plan = hf_tensors(shape)
+    carried = carried_tensors(origin_hf_dir, shape)
+    plan = [*hf_tensors(shape), *carried]
     shards = shards_of(plan, dtype)
     with torchrun_ranks(_timeout(config)) as ranks:
         mine = shards[ranks.rank :: ranks.size]
-        tensors = [tensor for shard in mine for tensor in shard.tensors]
+        tensors = [tensor for shard in mine for tensor in shard.tensors if tensor not in carried]
         total = sum(bytes_of(tensor, dtype) for tensor in tensors)
-        with new_model_folder(output_dir, origin_hf_dir) if ranks.first else nullcontext() as own:
-            work = ranks.from_first(own)
+        with new_model_folder(output_dir, origin_hf_dir) if ranks.first else nullcontext() as new:
+            work = ranks.from_first(new)
             with _progress(ranks.rank, len(tensors), total) as progress:
                 for shard in mine:
-                    write_shard(work, shard, _taken_apart(reader, shard.tensors, shape, dtype, progress), dtype)
+                    trained = _taken_apart(
+                        reader, (t for t in shard.tensors if t not in carried), shape, dtype, progress
+                    )
+                    rest = read_carried(origin_hf_dir, [t for t in shard.tensors if t in carried])
+                    write_shard(work, shard, chain(trained, rest), dtype)
             ranks.wait()
             if ranks.first:
                 write_all_but_weights(work, origin=origin_hf_dir, plan=plan, dtype=dtype)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vime.errors import UserError
 from vime.models import HfTensor, ModelShape, WeightRule, hf_tensors, weight_map
-from vime.models.hf_folder import HfWeights, check_replaceable, write_hf_folder
+from vime.models.hf_folder import HfWeights, carried_tensors, check_replaceable, read_carried, write_hf_folder
 from vime.training.gathering import gather
 
 _LOCAL_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -78,7 +78,8 @@ def drain(weights: Iterator[tuple[str, Tensor]]) -> None:
 def save_hf(directory: Path | str, model_chunks: Sequence[Any], shape: ModelShape, origin_hf_dir: Path | str) -> None:
     """Writes a folder that transformers and vLLM load: weights, config.json and the tokenizer of ``origin_hf_dir``.
 
-    Collective. ``shape.vocab_size`` rows of the embedding are kept; the others are Megatron's padding.
+    Collective. ``shape.vocab_size`` rows of the embedding are kept; the others are Megatron's padding. Layers that are
+    not trained come from ``origin_hf_dir``.
 
     Raises:
         UserError: ``directory`` holds something else (on every rank alike, if all see the same file system).
@@ -88,7 +89,9 @@ def save_hf(directory: Path | str, model_chunks: Sequence[Any], shape: ModelShap
     weights = hf_weights(model_chunks, shape)
     if dist.get_rank() == 0:
         name = str(dtype_of(model_chunks)).removeprefix("torch.")
-        write_hf_folder(directory, origin=origin, plan=hf_tensors(shape), tensors=weights, dtype=name)
+        carried = carried_tensors(origin, shape)
+        plan, tensors = [*hf_tensors(shape), *carried], itertools.chain(weights, read_carried(origin, carried))
+        write_hf_folder(directory, origin=origin, plan=plan, tensors=tensors, dtype=name)
     else:
         drain(weights)
     dist.barrier()

@@ -125,6 +125,24 @@ def context_fits(config: Config) -> Iterator[Violation]:
             yield Violation(f"--rollout-max-context-len {context} is more than {name}, which is {limit}")
 
 
+def exact_context(config: Config) -> Iterator[Violation]:
+    """Sparse attention is trained as dense attention, which it equals as long as it chooses every token."""
+    shape = shape_or_none(config)
+    longest = None if shape is None else shape.longest_exact_context
+    if shape is None or longest is None:
+        return
+    prompt, response = config.data.rollout_max_prompt_len, config.rollout.rollout_max_response_len
+    limits = [limit for _, limit in _context_limits(config, config.rollout.rollout_max_context_len)]
+    if prompt is not None and known(response):
+        limits.append(prompt + response)
+    if min(limits) > longest:
+        yield Violation(
+            f"{shape.architecture} can be trained on up to {longest} tokens, its index_topk, and a rollout can have "
+            f"{min(limits)}: give --rollout-max-context-len {longest} or less",
+            ("rollout_max_context_len",),
+        )
+
+
 def _context_limits(config: Config, context: int | None) -> Iterator[tuple[str, int]]:
     if context is not None:
         yield "the longest context", context
@@ -143,4 +161,12 @@ def shape_or_none(config: Config) -> ModelShape | None:
         return None
 
 
-RULES = (matches_config_json, engine_layout, rotary_positions, routing_replay, prompts_fit, context_fits)
+RULES = (
+    matches_config_json,
+    engine_layout,
+    rotary_positions,
+    routing_replay,
+    prompts_fit,
+    context_fits,
+    exact_context,
+)
