@@ -94,6 +94,20 @@ def test_sparse_attention_is_trained_only_where_it_is_dense(flags, model_dir):
         assert resolve(flags(*limit.split())).violations == ()
 
 
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "has 8-bit weights, and engines can only be given"),
+        ({"quant_method": "compressed-tensors"}, "quant_method='compressed-tensors', weight_block_size=None is not"),
+    ],
+)
+def test_engines_are_not_given_quantised_weights(flags, model_dir, quantization, message):
+    values = json.loads((model_dir / "config.json").read_text()) | {"quantization_config": quantization}
+    (model_dir / "config.json").write_text(json.dumps(values))
+    (violation,) = resolve(flags()).violations
+    assert violation.startswith("--hf-checkpoint") and message in violation
+
+
 def test_yarn_is_not_left_to_transformer_engine(flags, model_dir):
     values = json.loads((model_dir / "config.json").read_text())
     values["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0}

@@ -81,6 +81,26 @@ def engine_misses(shape: ModelShape, size: int) -> list[str]:
     return [f"{number} {what}" for what, number in cut if number % size]
 
 
+def whole_weights(config: Config) -> Iterator[Violation]:
+    """Engines would keep 8-bit weights and take the whole ones that training sends for such."""
+    shape = shape_or_none(config)
+    if shape is None or config.ops.debug_train_only:
+        return
+    from vime.models.fp8 import block_of
+
+    folder = Path(config.checkpoint.hf_checkpoint)
+    try:
+        quantised = block_of(folder) is not None
+    except UserError as error:
+        yield Violation(f"--hf-checkpoint: {error}")
+        return
+    if quantised:
+        yield Violation(
+            f"--hf-checkpoint {folder} has 8-bit weights, and engines can only be given whole ones: make a bfloat16 "
+            "folder of it with tools/convert_hf_to_torch_dist.py and then tools/convert_torch_dist_to_hf.py"
+        )
+
+
 def rotary_positions(config: Config) -> Iterator[Violation]:
     """Under Transformer Engine Megatron rotates by itself, and not everything can be said to it."""
     shape = shape_or_none(config)
@@ -164,6 +184,7 @@ def shape_or_none(config: Config) -> ModelShape | None:
 RULES = (
     matches_config_json,
     engine_layout,
+    whole_weights,
     rotary_positions,
     routing_replay,
     prompts_fit,
