@@ -93,7 +93,7 @@ def test_shape_agrees_with_transformers(tmp_path: Path, family: str, tied: bool)
         rotary_base=10000.0,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=tied,
-        qk_layernorm=family in ("qwen3", "qwen3_moe", "glm4_moe"),
+        qk_layernorm=family in ("qwen3", "qwen3_moe", "glm4_moe", *MLA),
         add_qkv_bias=family in ("qwen2", "glm", "glm4", "glm4_moe"),
         rotary_percent=0.5 if family in ("glm", "glm4", "glm4_moe") else 1.0,
         rotary_interleaved=family in ("glm", "glm4", *MLA),

@@ -82,6 +82,15 @@ def test_packed_log_probs_are_those_of_transformers_on_each_sample_alone(
     assert (torch.tensor([x for each in alone for x in each]) - expected).abs().max() < TOLERANCE
 
 
+def test_flags_that_repeat_the_shape_of_latent_attention_change_nothing(model_of: Callable[..., Path]) -> None:
+    model, samples = model_of("deepseek_v3"), make_samples()
+    words = "--multi-latent-attention --qk-layernorm --q-lora-rank 24 --kv-lora-rank 32 --qk-head-dim 16"
+    words += " --qk-pos-emb-head-dim 8 --v-head-dim 12 --kv-channels 24"
+    with started(config_of(model, "--fp32", *words.split())) as worker:
+        (packed,) = worker._log_probs([worker._packer.pack(samples)])
+    assert (packed - torch.cat(expected_log_probs(model, samples))).abs().max() < TOLERANCE
+
+
 def test_logits_are_divided_by_the_rollout_temperature(model_of: Callable[..., Path]) -> None:
     model, samples = model_of(), make_samples()
     with started(config_of(model, "--fp32", "--rollout-temperature", "0.7")) as worker:

@@ -124,7 +124,7 @@ class ModelShape:
     rotary_interleaved: bool = False  # channel 2i is rotated with 2i + 1, not i with i + half
     max_position_embeddings: int
     tie_word_embeddings: bool = False  # the output layer is the embedding
-    qk_layernorm: bool = False  # RMSNorm on each query and key head
+    qk_layernorm: bool = False  # RMSNorm on each query and key head or, in latent attention, on the latents
     add_qkv_bias: bool = False
     post_norms: bool = False  # RMSNorm also behind attention and MLP, before the residual is added
     moe: MoeShape | None = None

@@ -20,6 +20,7 @@ def read(config: HfConfig) -> ModelShape:
         shape,
         num_query_groups=shape.num_attention_heads,  # keys and values are made of one latent for each head
         kv_channels=mla.qk_head_dim,
+        qk_layernorm=True,  # so Megatron calls the norms of the latents
         mla=mla,
         moe=read_sigmoid_moe(config, shape.num_layers),
         num_mtp_layers=int(config.values.get("num_nextn_predict_layers") or 0),
