@@ -73,11 +73,13 @@ def continue_on_this_layout() -> None:
     from tests.models.plain_megatron import parallel_layout
 
     layout = {key: int(os.environ[key.upper()]) for key in ("rank", "world", "port", "tp", "pp")}
+    layout["ep"] = int(os.environ.get("EP", "1"))
     checkpoint = Path(os.environ["CHECKPOINT"])
     with parallel_layout(**layout):
         from vime.training.checkpoint import load_megatron, save_megatron
 
         sizes = ["--tensor-model-parallel-size", os.environ["TP"], "--pipeline-model-parallel-size", os.environ["PP"]]
+        sizes += ["--expert-model-parallel-size", str(layout["ep"])]
         learner = Learner(Path(os.environ["HF"]), *sizes, *os.environ["FLAGS"].split())
         if os.environ["DO"] == "save":
             learner.learn(2)

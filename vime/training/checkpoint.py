@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from vime.errors import UserError
 from vime.models.torch_dist import fused_norm_name
+from vime.training.optimizer_parts import parts_of, plain_values, state_of
 from vime.training.rank_state import layout, random_states, set_random_states
 from vime.training.safe_load import safe_load
 from vime.training.torch_checkpoint import is_torch_checkpoint, load_torch, save_torch
@@ -73,7 +74,7 @@ def save_megatron(
         return
     state = _model_state(model_chunks)
     if optimizer is not None:
-        state["optimizer"] = _optimizer_state(optimizer, state, len(model_chunks), is_loading=False)
+        state["optimizer"] = _optimizer_state(optimizer, state, model_chunks, is_loading=False)
     if scheduler is not None:
         state["scheduler"] = scheduler.state_dict()
     state["random_states"] = _sharded_random_states()
@@ -102,12 +103,15 @@ def load_megatron(
     state = _wanted_state(Path(directory), model_chunks)
     has_optimizer = optimizer is not None and content.get("optimizer", False)
     if has_optimizer:
-        state["optimizer"] = _optimizer_state(optimizer, state, len(model_chunks), is_loading=True)
+        state["optimizer"] = _optimizer_state(optimizer, state, model_chunks, is_loading=True)
+    plain = plain_values(state["optimizer"]) if has_optimizer and _has_experts(model_chunks) else None
     same_layout = content.get("layout") == layout()
     if same_layout:
         state["random_states"] = _sharded_random_states()
     loaded = _read(Path(directory), state)
     _load_model_state(model_chunks, loaded)
+    if plain is not None:
+        loaded["optimizer"] = state_of(optimizer, loaded["optimizer"], plain)
     _load_optimizer(optimizer, loaded.get("optimizer") if has_optimizer else None, directory)
     if scheduler is not None and content.get("scheduler", False):
         scheduler.load_state_dict(loaded["scheduler"])
@@ -202,11 +206,17 @@ def _load_model_state(model_chunks: Sequence[Any], loaded: dict[str, Any]) -> No
         assert not forgotten and not unexpected, (forgotten, unexpected)
 
 
-def _optimizer_state(optimizer: Any, state: dict[str, Any], chunks: int, *, is_loading: bool) -> Any:
+def _optimizer_state(optimizer: Any, state: dict[str, Any], model_chunks: Sequence[Any], *, is_loading: bool) -> Any:
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
         each.init_state_fn(each.optimizer, each.config)  # moments of zero, where no step has made them yet
-    model_state = state["model"] if chunks == 1 else {key: state[key] for key in _model_keys(chunks)}
-    return optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_metadata())
+    keys = _model_keys(len(model_chunks))
+    model_state = state["model"] if len(keys) == 1 else {key: state[key] for key in keys}
+    sharded = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_metadata())
+    return parts_of(optimizer, sharded) if _has_experts(model_chunks) else sharded
+
+
+def _has_experts(model_chunks: Sequence[Any]) -> bool:
+    return unwrap(model_chunks[0]).config.num_moe_experts is not None
 
 
 def _load_optimizer(optimizer: Any | None, state: Any | None, directory: Path | str) -> None:
