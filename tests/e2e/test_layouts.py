@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import Run
+from tests.tiny import make_model
 
 pytestmark = pytest.mark.timeout(1200)  # whole runs on a busy machine; each wait has a deadline of its own
 
 LAYOUTS = {
     "tensor, sequence": "--tensor-model-parallel-size 2 --sequence-parallel",
     "pipeline": "--pipeline-model-parallel-size 2",
+    "context": "--context-parallel-size 2",
     "data": "",
     "data, distributed optimizer, balanced": "--use-distributed-optimizer --balance-data",
 }
@@ -101,3 +103,14 @@ def test_a_run_goes_on_under_another_layout(flags: list[str], save: Path, alone:
     assert "resuming from" in resumed.output()
     assert_same(train_rows(resumed), train_rows(alone))
     assert responses(resumed, 1) == responses(alone, 1)
+
+
+@pytest.mark.slow
+def test_experts_of_two_ranks_reach_the_engine(flags: list[str], save: Path, tmp_path: Path) -> None:
+    words = list(flags)
+    words[words.index("--hf-checkpoint") + 1] = str(make_model(tmp_path / "model", "qwen3_moe"))
+    with run_of(words, save, 2, "--expert-model-parallel-size", "2") as run:
+        run.finish()
+        run.assert_nothing_is_left()
+    for row in train_rows(run):
+        assert row["train/train_rollout_logprob_abs_diff_max"] < 1e-4

@@ -145,12 +145,13 @@ def changed(weights: Weights, seed: int, scale: float = 0.3) -> Weights:
 def reference(
     folder: Path, weights: Weights, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
 ) -> torch.Tensor:
-    """transformers' float32 log-prob of every response token: [T] nats."""
+    """transformers' float32 log-prob of every response token: [T] nats. Without ``weights`` those of the folder."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    if weights:
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight"}
     ids = torch.tensor([[*prompt, *response]])
     with torch.no_grad():
         logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -124,6 +125,7 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         bucket = {spec.name: view(data, spec) for spec in specs}
         self._broken = "an update was not finished"
         if not update.sent:
+            forget_expert_kernels(self.model)
             initialize_layerwise_reload(self.model)
         update.sent |= bucket  # vLLM keeps tensors of half-sent layers, so the views live until the end
         update.loaded |= self.model.load_weights(iter(bucket.items())) or set()
@@ -174,6 +176,20 @@ def unlink_shared_memory() -> None:
         channel: Any = getattr(group.device_communicator, "dist_module", None)
         if hasattr(channel, "group_name"):
             Path(f"/dev/shm/{channel.group_name}_{group.rank_in_group}").unlink(missing_ok=True)
+
+
+def forget_expert_kernels(model: nn.Module) -> None:
+    """Has experts packed anew.
+
+    On a CPU, vLLM packs the weights of experts where it makes their kernel, which it does once. After a layer-wise
+    reload the old kernel would take unpacked weights for packed ones, and compute something else without any error.
+    """
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
 
 
 def refresh_tied_head(model: nn.Module) -> None:

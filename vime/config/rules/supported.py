@@ -9,9 +9,6 @@ from vime.config.config import Config
 from vime.config.rules.base import Violation, option
 
 ONLY: Mapping[str, Any] = {
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
     "kl_coef": 0.0,
     "attention_backend": "auto",
     "log_probs_max_tokens_per_gpu": None,
