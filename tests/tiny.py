@@ -126,7 +126,7 @@ def make_model(
         del fields["head_dim"]
         if family != "deepseek_v3":  # every token attends to what an indexer chooses: here all, up to 64
             del fields["num_mtp_layers"]
-            fields |= {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 16}
+            fields |= {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 16, "max_position_embeddings": 64}
     fields |= overrides
     config = getattr(transformers, classes[family] + "Config")(**fields)
     with torch.random.fork_rng():
