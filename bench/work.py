@@ -45,6 +45,7 @@ class TrainingWork:
     prompt: int  # tokens
     response: int  # tokens
     group: int = 8  # samples that share a prompt
+    vocabulary: int = VOCABULARY
 
     @property
     def length(self) -> int:
@@ -64,7 +65,7 @@ class TrainingWork:
         numbers = random.Random(0)
 
         def some(count: int) -> list[int]:
-            return [numbers.randrange(VOCABULARY) for _ in range(count)]
+            return [numbers.randrange(self.vocabulary) for _ in range(count)]
 
         prompts = [some(self.prompt) for _ in range(self.samples // self.group)]
         return [prompts[i // self.group] + some(self.response) for i in range(self.samples)]

@@ -22,6 +22,7 @@ class Entry:
 MEASURES = (
     Entry(name="rollout_ratio", target=">= 0.9", timeout_s=420),
     Entry(name="train_ratio", target=">= 1.1", timeout_s=600),
+    Entry(name="layout_ratio", target="<= 1.5", timeout_s=600),
     Entry(name="grpo_step_vs_trl", target="<= 0.6", timeout_s=600),
     Entry(name="sync_s", target="<= 1", timeout_s=300),
     Entry(name="overhead_share", target="<= 0.03", timeout_s=400),

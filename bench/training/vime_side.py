@@ -28,9 +28,8 @@ def make_worker(config: Config) -> TrainWorker:
     return worker
 
 
-def make_batch(work: TrainingWork, config: Config) -> TrainBatch:
-    """All samples of the work, for one rank and one step."""
-    samples = tuple(
+def make_samples(work: TrainingWork) -> tuple[TrainSample, ...]:
+    return tuple(
         TrainSample(
             index=index,
             group_index=index // work.group,
@@ -44,8 +43,12 @@ def make_batch(work: TrainingWork, config: Config) -> TrainBatch:
         )
         for index, (tokens, advantage) in enumerate(zip(work.token_ids(), work.advantages(), strict=True))
     )
+
+
+def make_batch(work: TrainingWork, config: Config) -> TrainBatch:
+    """All samples of the work, for one rank and one step."""
     (batch,) = make_train_batches(
-        RolloutBatch(rollout_id=0, samples=samples),
+        RolloutBatch(rollout_id=0, samples=make_samples(work)),
         dp_size=1,
         global_batch_size=work.samples,
         micro_batch_size=config.batch.micro_batch_size,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from vime.config import resolve
 from vime.config.layouts import FLAGS, Layout, described, nearest, problems
+from vime.config.sections.parallel import Parallel
 from vime.models import ModelShape
 from vime.models.shape import MlaShape, MoeShape
 
@@ -253,3 +254,47 @@ def test_offers_pass_the_rules_of_a_command_line(flags, layout: Layout) -> None:
     for offer in nearest(layout, shape):
         lines = resolve(flags(*layout_flags(offer))).violations
         assert not [line for line in lines if "nearest" in line]
+
+
+def test_the_layers_of_a_virtual_stage_say_how_many_there_are() -> None:
+    parallel = Parallel(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=3)
+    assert parallel.virtual_stages(36) == 6
+    assert parallel.virtual_stages(6) is None
+    assert parallel.micro_batch_multiple == 2
+    assert Parallel(pipeline_model_parallel_size=2).micro_batch_multiple == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+            "--num-layers-per-virtual-pipeline-stage 2 x --pipeline-model-parallel-size 2 = 4 does not divide the "
+            "model's 2 layers",
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 1",
+            "--num-layers-per-virtual-pipeline-stage 1 needs --pipeline-model-parallel-size above 1",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+            "--virtual-pipeline-model-parallel-size 1",
+            "--num-layers-per-virtual-pipeline-stage and --virtual-pipeline-model-parallel-size exclude each other",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 2",
+            "--recompute-method uniform with --recompute-num-layers 2 does not divide the 1 layers of a pipeline "
+            "stage; block takes any number",
+        ),
+    ],
+)
+def test_layers_are_counted_before_anything_starts(flags, words: str, line: str) -> None:
+    assert line in resolve(flags("--actor-num-gpus-per-node", "2", *words.split())).violations
+
+
+def test_stages_with_more_or_fewer_layers_have_megatron_lms_names(flags) -> None:
+    words = "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 1"
+    megatron = resolve(flags(*words.split())).config.megatron
+    assert megatron["num_layers_in_first_pipeline_stage"] == 3
+    assert megatron["num_layers_in_last_pipeline_stage"] == 1

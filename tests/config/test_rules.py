@@ -55,6 +55,8 @@ RULES = {
     "--rm-timeout-s 0": "--rm-timeout-s must be above 0, not 0.0",
     "--vllm-router-port 70000": "--vllm-router-port must be at least 1 and at most 65535, not 70000 (it is a port)",
     "--lr 1e-6 --min-lr 1e-5": "--min-lr 1e-05 is above --lr 1e-06",
+    # pieces of a pipeline rank
+    "--num-layers-per-virtual-pipeline-stage 0": "--num-layers-per-virtual-pipeline-stage must be at least 1, not 0",
     # flags that need others
     "--use-dynamic-batch-size": "--use-dynamic-batch-size needs --max-tokens-per-gpu: how much to pack together",
     "--vllm-router-ip 127.0.0.1": "--vllm-router-ip needs --vllm-router-port",

@@ -93,7 +93,9 @@ def started(config: Config, *, rank: int = 0, world_size: int = 1, port: int | N
         worker.stop()
 
 
-def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def on_ranks(
+    world_size: int, function: Callable[..., Any], *arguments: Any, deadline_s: float = DEADLINE_S
+) -> list[Any]:
     """``function(rank, world_size, *arguments)`` in as many processes; what each returned, by rank.
 
     The first failure of a rank is raised here with its traceback.
@@ -102,10 +104,10 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> 
         ranks = torch.multiprocessing.start_processes(
             _in_process, (world_size, function, arguments, folder), nprocs=world_size, join=False, start_method="spawn"
         )
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + deadline_s
         try:
             while not ranks.join(timeout=1):
-                assert time.monotonic() < end, f"the ranks did not finish within {DEADLINE_S} s"
+                assert time.monotonic() < end, f"the ranks did not finish within {deadline_s:g} s"
         finally:
             for process in ranks.processes:
                 process.kill()

@@ -159,4 +159,5 @@ def split(batch: RolloutBatch, dp_size: int, config: Config) -> list[TrainBatch]
         max_tokens_per_gpu=sizes.max_tokens_per_gpu,
         balance_data=sizes.balance_data,
         cp_size=config.parallel.context_parallel_size,
+        micro_batch_multiple=config.parallel.micro_batch_multiple,
     )

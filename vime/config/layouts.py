@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vime.config.config import Config
     from vime.models import ModelShape
 
-__all__ = ["FLAGS", "Layout", "described", "nearest", "problems"]
+__all__ = ["FLAGS", "Layout", "chunk_layers", "described", "nearest", "problems"]
 
 OFFERED = 3
 
@@ -52,7 +52,7 @@ class Layout:
     expert_tensor: int | None = None  # None: as many as ``tensor``
 
     @classmethod
-    def of(cls, config: Config) -> Layout:
+    def of(cls, config: Config, shape: ModelShape | None = None) -> Layout:
         parallel, megatron = config.parallel, config.megatron
         derived = config.origins.get("expert_tensor_parallel_size", "derived").startswith("derived")
         return cls(
@@ -60,7 +60,7 @@ class Layout:
             tensor=parallel.tensor_model_parallel_size,
             sequence=parallel.sequence_parallel,
             pipeline=parallel.pipeline_model_parallel_size,
-            virtual=megatron.get("virtual_pipeline_model_parallel_size") or 1,
+            virtual=parallel.virtual_stages(None if shape is None else shape.num_layers) or 1,
             first_stage=megatron.get("num_layers_in_first_pipeline_stage"),
             last_stage=megatron.get("num_layers_in_last_pipeline_stage"),
             context=parallel.context_parallel_size,
@@ -80,6 +80,14 @@ class Layout:
     @property
     def expert_tensor_size(self) -> int:
         return self.tensor if self.expert_tensor is None else self.expert_tensor
+
+
+def chunk_layers(layout: Layout, layers: int) -> list[int]:
+    """How many layers a chunk of the model has, in rising order without repetition, in a layout without problems."""
+    own = [count for count in (layout.first_stage, layout.last_stage) if count is not None]
+    stages = layout.pipeline - len(own)
+    rest = [(layers - sum(own)) // stages] if stages else []
+    return sorted({count // layout.virtual for count in (*own, *rest)})
 
 
 def problems(layout: Layout, shape: ModelShape | None) -> Iterator[str]:

@@ -30,7 +30,6 @@ _BY_TOPIC = {
     "update-weight-delta-encoding update-weight-delta-checksum update-weight-delta-local-checkpoint-dir "
     "custom-update-weight-post-write-path",
     "draft models": "mtp-num-layers enable-mtp-training mtp-loss-scaling-factor",
-    "pipelines": "num-layers-per-virtual-pipeline-stage virtual-pipeline-model-parallel-size",
 }
 
 UNIMPLEMENTED = frozenset(name for names in _BY_TOPIC.values() for name in names.split())

@@ -44,6 +44,7 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "sequence_parallel": parallel.sequence_parallel,
         "pipeline_model_parallel_size": stages,
+        **_interleaving_fields(parallel.virtual_stages(shape.num_layers)),
         "context_parallel_size": parallel.context_parallel_size,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
@@ -74,6 +75,17 @@ def _accumulating_products(config: Config) -> bool:
     return True
 
 
+def _interleaving_fields(virtual_stages: int | None) -> dict[str, Any]:
+    """Interleaved stages computed with wrong activations, without a word, when their messages were sent in batches."""
+    if virtual_stages is None:
+        return {}
+    return {
+        "virtual_pipeline_model_parallel_size": virtual_stages,
+        "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
+    }
+
+
 def _leave(weight: Tensor) -> Tensor:
     return weight
 
@@ -95,7 +107,8 @@ def build_chunks(shape: ModelShape, config: Config, *, trainable: bool = True) -
     """
     megatron = transformer_config(shape, config)
     blocks = modules(megatron.transformer_impl)
-    stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    stages = megatron.virtual_pipeline_model_parallel_size
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)
     virtual: list[int | None] = [None] if stages is None else list(range(stages))
     chunks = [_build_chunk(shape, config, megatron, blocks, stage) for stage in virtual]
     if not trainable:

@@ -27,12 +27,18 @@ def is_last_stage() -> bool:
 
 @torch.no_grad()
 def log_probs_of(chunks: Sequence[Any], batches: Sequence[MicroBatch], temperature: float) -> list[TokenLogProbs]:
-    """Log-probs and entropies of every micro-batch without gradients; empty on all but the last pipeline stage."""
+    """Log-probs and entropies of every micro-batch without gradients; empty on all but the last pipeline stage.
+
+    Interleaved pipelines take as many micro-batches at a time as there are ranks, so the last one may run again.
+    """
+    stages: int = parallel_state.get_pipeline_model_parallel_world_size()
+    again = -len(batches) % stages if len(chunks) > 1 else 0
 
     def step(batch: MicroBatch, chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         return run(chunk, batch, temperature), lambda output, non_loss_data: answer_of(output)
 
-    return run_schedule(chunks, batches, step, forward_only=True, collect_non_loss_data=True)
+    repeated = [*batches, *[batches[-1]] * again]
+    return run_schedule(chunks, repeated, step, forward_only=True, collect_non_loss_data=True)[: len(batches)]
 
 
 def run_schedule(

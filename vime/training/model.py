@@ -35,11 +35,16 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     Under context parallelism each rank computes those of the tokens that it predicts, and every rank returns all.
 
-    The output layer is part of the model's forward pass (and not of the loss), so that Megatron's hooks which gather
-    its weights and reduce its gradients see it used.
+    The output layer is a module that is called in the model's forward pass (and not in the loss), so that Megatron's
+    hooks which gather its weight and reduce its gradient see it used. Only what it computes is ours.
     """
 
     tokens_in_vocabulary: int  # without the rows that only pad
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            self.output_layer.forward = self._answer
 
     def _postprocess(self, hidden_states: Tensor, labels: Question, **_: Any) -> Tensor:
         """Megatron hands the output of the decoder [L, 1, H] to this method, and ``labels`` as they were given."""
@@ -49,15 +54,17 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
         else:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
-        batch = labels.batch
-        hidden_ph = _pick(hidden_states.squeeze(1), batch.predictors_p)
-        own = batch.predicted_p
+        answer: Tensor = self.output_layer(_pick(hidden_states.squeeze(1), labels.batch.predictors_p), labels)
+        return answer
+
+    def _answer(self, hidden_ph: Tensor, question: Question) -> Tensor:
+        batch, own = question.batch, question.batch.predicted_p
         targets_p = batch.targets_t if own is None else batch.targets_t[own]
         weight = self.output_weight()
         log_probs, entropy = token_log_probs(
-            hidden_ph, weight, targets_p, self._vocabulary(len(weight)), temperature=labels.temperature
+            hidden_ph, weight, targets_p, self._vocabulary(len(weight)), temperature=question.temperature
         )
-        answer = torch.stack((log_probs, entropy if labels.entropy_gradient else entropy.detach()))
+        answer = torch.stack((log_probs, entropy if question.entropy_gradient else entropy.detach()))
         if own is None:
             return answer
         return assemble(answer, own, len(batch.targets_t), parallel_state.get_context_parallel_group())

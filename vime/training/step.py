@@ -20,7 +20,7 @@ from vime.training.model import answer_of, run
 from vime.training.packing import MicroBatch
 from vime.types import TrainStep
 
-__all__ = ["Learner"]
+__all__ = ["Learner", "gather_parameters"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,16 @@ class Learner:
             return output, loss
 
         return forward
+
+
+def gather_parameters(chunks: Sequence[Any]) -> None:
+    """Brings the parameters up to date for whoever reads them outside of a forward pass.
+
+    With --overlap-param-gather a step updates each rank's own part, and a forward pass fetches the rest as it goes.
+    """
+    for chunk in chunks:
+        if chunk.use_forward_hook:
+            chunk.start_param_sync(force_sync=True)
 
 
 def apply_gradients(optimizer: Any) -> tuple[bool, float]:

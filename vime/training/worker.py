@@ -30,7 +30,7 @@ from vime.training.packing import MicroBatch, Packer
 from vime.training.parallel import connect, context_part, disconnect, pack_multiple
 from vime.training.records import Export, StartInfo
 from vime.training.replay import recorded
-from vime.training.step import Learner
+from vime.training.step import Learner, gather_parameters
 from vime.training.weight_sets import WeightSets
 from vime.training.weights_io import drain, hf_plan, hf_weights, load_hf_weights, save_hf
 from vime.types import TrainBatch, TrainResult, TrainSample
@@ -107,6 +107,7 @@ class TrainWorker:
                 self._learner.step([next(works) for _ in packed], step)
                 for packed, step in zip(steps, batch.steps, strict=True)
             ]
+            gather_parameters(self.chunks)
         tokens = torch.tensor(float(sum(sample.total_length for sample in batch.samples)), dtype=torch.float64)
         metrics[-1] |= clock.metrics(float(_sum_over_data_parallel(tokens)))
         return TrainResult(steps=tuple(metrics), seconds=clock.seconds)

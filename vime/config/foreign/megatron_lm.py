@@ -47,6 +47,9 @@ ALIASES: Mapping[str, Alias] = {
     "mscale": Alias("mscale", FLOAT),
     "mscale-all-dim": Alias("mscale_all_dim", FLOAT),
     "apply-layernorm-1p": Alias("layernorm_zero_centered_gamma", SWITCH),
+    # uneven pipelines
+    "decoder-first-pipeline-num-layers": Alias("num_layers_in_first_pipeline_stage", INT),
+    "decoder-last-pipeline-num-layers": Alias("num_layers_in_last_pipeline_stage", INT),
     # kernels and precision
     "no-rope-fusion": Alias("apply_rope_fusion", SWITCH, present=False),
     "no-bias-swiglu-fusion": Alias("bias_activation_fusion", SWITCH, present=False),

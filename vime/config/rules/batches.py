@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from vime.config.config import Config
 from vime.config.layouts import Layout
 from vime.config.rules.base import Violation, known
+from vime.config.rules.model import shape_or_none
 
 ABOUT = ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout")
 OFFERED = 3
@@ -49,7 +50,7 @@ def whole_steps(config: Config) -> Iterator[Violation]:
 
 
 def share_of_each_rank(config: Config) -> Iterator[Violation]:
-    layout = Layout.of(config)
+    layout = Layout.of(config, shape_or_none(config))
     if layout.world >= 1 and layout.model >= 1 and layout.world % layout.model == 0:
         message = uneven_shares(config, layout)
         if message is not None:

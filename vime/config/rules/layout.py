@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vime.config.config import Config
-from vime.config.layouts import Layout, described, nearest, problems
+from vime.config.layouts import Layout, chunk_layers, described, nearest, problems
 from vime.config.rules.base import Violation, known, option
 from vime.config.rules.batches import uneven_shares
 from vime.config.rules.model import shape_or_none
@@ -13,10 +13,10 @@ from vime.config.rules.model import shape_or_none
 
 def layout(config: Config) -> Iterator[Violation]:
     """All reasons in one line, with what would work instead."""
-    given = Layout.of(config)
+    shape = shape_or_none(config)
+    given = Layout.of(config, shape)
     if given.world < 1 or min(_sizes(given)) < 1:
         return
-    shape = shape_or_none(config)
     reasons = list(problems(given, shape))
     if reasons:
         found = nearest(given, shape, fits=lambda each: uneven_shares(config, each) is None)
@@ -25,6 +25,27 @@ def layout(config: Config) -> Iterator[Violation]:
 
 def _sizes(layout: Layout) -> tuple[int, ...]:
     return layout.tensor, layout.pipeline, layout.virtual, layout.context, layout.expert, layout.expert_tensor_size
+
+
+def virtual_stages(config: Config) -> Iterator[Violation]:
+    """The number of pieces, or the layers of each."""
+    parallel, shape = config.parallel, shape_or_none(config)
+    each, stages = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
+    if each is None:
+        return
+    if parallel.virtual_pipeline_model_parallel_size is not None:
+        yield Violation(
+            "--num-layers-per-virtual-pipeline-stage and --virtual-pipeline-model-parallel-size exclude each other"
+        )
+    if each < 1 or stages < 1 or shape is None:
+        return
+    if stages == 1:
+        yield Violation(f"--num-layers-per-virtual-pipeline-stage {each} needs --pipeline-model-parallel-size above 1")
+    elif shape.num_layers % (stages * each):
+        yield Violation(
+            f"--num-layers-per-virtual-pipeline-stage {each} x --pipeline-model-parallel-size {stages} = "
+            f"{stages * each} does not divide the model's {shape.num_layers} layers"
+        )
 
 
 def engine_slots(config: Config) -> Iterator[Violation]:
@@ -90,6 +111,21 @@ def recomputation(config: Config) -> Iterator[Violation]:
         yield Violation("--recompute-modules needs --recompute-granularity selective", ("recompute_granularity",))
 
 
+def recomputed_units(config: Config) -> Iterator[Violation]:
+    """Megatron would look for layers behind the last one."""
+    parallel, shape = config.parallel, shape_or_none(config)
+    size, layout = parallel.recompute_num_layers, Layout.of(config, shape)
+    if parallel.recompute_method != "uniform" or not size or size < 1 or shape is None or any(problems(layout, shape)):
+        return
+    missed = [count for count in chunk_layers(layout, shape.num_layers) if count % size]
+    if missed:
+        yield Violation(
+            f"--recompute-method uniform with --recompute-num-layers {size} does not divide the {missed[0]} layers of "
+            "a pipeline stage; block takes any number",
+            ("recompute_num_layers",),
+        )
+
+
 def debug_modes(config: Config) -> Iterator[Violation]:
     ops = config.ops
     if ops.debug_rollout_only and ops.debug_train_only:
@@ -117,12 +153,14 @@ def one_kl(config: Config) -> Iterator[Violation]:
 
 
 RULES = (
+    virtual_stages,
     layout,
     engine_slots,
     node_slots,
     overlaps,
     precision,
     recomputation,
+    recomputed_units,
     debug_modes,
     learning_rate,
     one_kl,

@@ -44,6 +44,7 @@ RANGES: Mapping[str, Range] = dict(
             "n_samples_per_prompt num_epoch rollout_max_response_len rollout_max_prompt_len rollout_max_context_len "
             "global_batch_size num_steps_per_rollout micro_batch_size max_tokens_per_gpu log_probs_max_tokens_per_gpu "
             "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+            "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
             "expert_model_parallel_size expert_tensor_parallel_size recompute_num_layers rm_workers eval_interval "
             "n_samples_per_eval_prompt eval_max_response_len eval_max_prompt_len eval_max_context_len "
             "vllm_server_concurrency update_weight_buffer_size lr_decay_iters vocab_size",

@@ -15,6 +15,12 @@ class Parallel:
     tensor_model_parallel_size: int = flag(1, help="Ranks that share each layer.")
     sequence_parallel: bool = flag(False, help="Also share activations of norms and dropout. Advised with TP above 1.")
     pipeline_model_parallel_size: int = flag(1, help="Ranks that share the stack of layers.")
+    virtual_pipeline_model_parallel_size: int | None = flag(
+        None, help="Pieces of the stack that each pipeline rank has; their micro-batches interleave."
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, help="Layers of one such piece: the other way to say how many there are."
+    )
     context_parallel_size: int = flag(1, help="Ranks that share each sequence.")
     expert_model_parallel_size: int = flag(1, help="Ranks that share the experts of a mixture-of-experts layer.")
     expert_tensor_parallel_size: int = derived("tensor-model-parallel-size", help="Ranks that share each expert.")
@@ -35,6 +41,19 @@ class Parallel:
     @property
     def model_parallel_size(self) -> int:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def virtual_stages(self, num_layers: int | None) -> int | None:
+        """The pieces of the stack on each pipeline rank; None where pipelines do not interleave, as far as is known."""
+        each, stages = self.num_layers_per_virtual_pipeline_stage, self.virtual_pipeline_model_parallel_size
+        if each and num_layers is not None:
+            stages = num_layers // (max(self.pipeline_model_parallel_size, 1) * each)
+        return None if stages == 1 else stages
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Interleaved pipelines run micro-batches in rounds of one for each rank."""
+        virtual = self.virtual_pipeline_model_parallel_size or self.num_layers_per_virtual_pipeline_stage
+        return 1 if virtual is None else self.pipeline_model_parallel_size
 
     @property
     def dtype_name(self) -> Literal["bfloat16", "float16", "float32"]:
