@@ -46,7 +46,7 @@ async def step(job: Job, rollout_id: int) -> dict[str, float]:
     begin = clock()
     batch = await job.rollouts.generate(rollout_id)
     generated = clock()
-    await job.trainer.train(batch)
+    await job.turns.train(batch)
     trained = clock()
     await job.weights.sync()
     synced = clock()

@@ -11,6 +11,7 @@ from vime.config import Config
 from vime.types import TrainBatch, TrainResult
 
 if TYPE_CHECKING:
+    from vime.training.offload import Part
     from vime.training.records import Export, StartInfo
 
 
@@ -49,6 +50,12 @@ class TrainActor:
 
     def log_probs_of(self, token_ids: list[int], prompt_length: int) -> list[float]:
         return self._worker.log_probs_of(token_ids, prompt_length)
+
+    def offload(self, part: Part) -> None:
+        self._worker.offload(part)
+
+    def onload(self, part: Part) -> None:
+        self._worker.onload(part)
 
     def save(self, directory: Path) -> None:
         self._worker.save(directory)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.checkpoints import CheckpointStore
-from vime.cluster.train_group import TrainGroup
+from vime.cluster.turns import Turns
 
 
 class GroupCheckpoints:
@@ -22,7 +22,7 @@ class GroupCheckpoints:
     def __init__(
         self,
         store: CheckpointStore,
-        trainer: TrainGroup,
+        trainer: Turns,
         driver_state: Callable[[int], dict[str, Any]],
         hf_template: str | None,
     ) -> None:

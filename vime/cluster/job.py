@@ -13,6 +13,7 @@ from vime.cluster.placement import Placement
 from vime.cluster.record import Record
 from vime.cluster.session import Slots
 from vime.cluster.train_group import TrainGroup
+from vime.cluster.turns import Turns
 from vime.cluster.weights import GroupWeightSync
 from vime.config import Config
 from vime.data.batching import make_train_batches
@@ -44,6 +45,12 @@ class Job:
         self.trainer = TrainGroup(
             config, placement, slots.threads, lambda batch, dp_size: split(batch, dp_size, config)
         )
+        on_gpus = slots.kind == "GPU"
+        self.turns = Turns(
+            self.trainer,
+            trainer_leaves=on_gpus and config.cluster.offload_train,
+            engines_sleep=on_gpus and config.cluster.offload_rollout,
+        )
         self._engines = EngineGroup(config, placement, slots.threads, Path(config.ops.run_dir) / "logs")
         self._pool = make_pool(config)
         self._client: RouterClient | None = None
@@ -51,10 +58,13 @@ class Job:
         self._controls: list[EngineControl] = []
 
     async def start(self) -> None:
-        """Starts trainer, engines and graders at the same time, then puts together what the loop needs."""
-        await together([self._start_trainer(), self._engines.start(), self._pool.start()])
+        """Starts trainer, engines and graders, then puts together what the loop needs."""
         config = self._config
-        self._controls = [EngineControl(url, f"engine {i}") for i, url in enumerate(self._engines.urls)]
+        if self.turns.engines_sleep:  # a starting engine wants all the memory that it will ever have
+            await together([self._start_engines(), self._pool.start()])
+            await self._start_trainer()
+        else:
+            await together([self._start_trainer(), self._start_engines(), self._pool.start()])
         self._client = RouterClient(
             self._engines.router_url, self._controls, request_timeout_s=config.engine.request_timeout_s
         )
@@ -65,6 +75,7 @@ class Job:
             config,
             self.trainer,
             self._controls,
+            self.turns,
             probe_prompt=self._prompts.probe_prompt(),
             version=self._saved_version() - 1,
         )
@@ -73,6 +84,11 @@ class Job:
         )
         self.schedule = self._make_schedule()
         self.checkpoints = self._make_checkpoints()
+
+    async def _start_engines(self) -> None:
+        await self._engines.start()
+        self._controls = [EngineControl(url, f"engine {i}") for i, url in enumerate(self._engines.urls)]
+        await self.turns.engines_started(self._controls)
 
     async def _start_trainer(self) -> None:
         info = await self.trainer.start()
@@ -121,7 +137,7 @@ class Job:
         checkpoint = self._config.checkpoint
         if checkpoint.save is None:
             return NoCheckpoints()
-        return GroupCheckpoints(CheckpointStore(checkpoint.save), self.trainer, self._driver_state, checkpoint.save_hf)
+        return GroupCheckpoints(CheckpointStore(checkpoint.save), self.turns, self._driver_state, checkpoint.save_hf)
 
     def _driver_state(self, rollout_id: int) -> dict[str, Any]:
         return {

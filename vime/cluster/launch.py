@@ -58,7 +58,7 @@ async def run(config: Config) -> None:
             stack.push_async_callback(job.stop)
             await job.start()
         await supervised(
-            loop.train(job.schedule, job.rollouts, job.trainer, job.weights, job.checkpoints, record.report),
+            loop.train(job.schedule, job.rollouts, job.turns, job.weights, job.checkpoints, record.report),
             job.failures,
         )
         record.report.finish(peak_memory_bytes=memory.peak_bytes, resume_command=resume_command(config))

@@ -15,6 +15,7 @@ from vime.config import Config
 from vime.types import RolloutBatch, TrainBatch, TrainResult
 
 if TYPE_CHECKING:
+    from vime.training.offload import Part
     from vime.training.records import Export, StartInfo
 
 START_TIMEOUT_S = 1800.0  # reading a large checkpoint from a slow disk
@@ -65,6 +66,13 @@ class TrainGroup:
             self._ranks, "log_probs_of", token_ids, prompt_length, what="probing the weights"
         )
         return next((answer for answer in answers if answer), [])
+
+    async def offload(self, part: Part) -> None:
+        """Every rank frees the device memory of that part of its state; see ``training.offload``."""
+        await self._call(self._ranks, "offload", part, what=f"moving the trainer's {part} to the host")
+
+    async def onload(self, part: Part) -> None:
+        await self._call(self._ranks, "onload", part, what=f"moving the trainer's {part} to the device")
 
     async def save(self, directory: Path) -> None:
         await self._call(self._ranks, "save", directory, what=f"saving {directory}")

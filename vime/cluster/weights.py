@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vime.cluster.train_group import TrainGroup
+from vime.cluster.turns import Turns
 from vime.config import Config
 from vime.serving.control import EngineControl
 from vime.types import WeightVersion
@@ -20,6 +21,7 @@ class GroupWeightSync:
     """Implements ``ports.WeightSync``.
 
     Args:
+        turns: who has the devices.
         probe_prompt: token ids of a plain question, for the proof that the weights arrived.
         version: the version before the first sync of this process. A resumed run passes the saved one minus 1: its
             first sync brings the very weights that had the saved version.
@@ -30,12 +32,14 @@ class GroupWeightSync:
         config: Config,
         trainer: TrainGroup,
         engines: Sequence[EngineControl],
+        turns: Turns,
         *,
         probe_prompt: Sequence[int],
         version: WeightVersion,
     ) -> None:
         self._trainer = trainer
         self._engines = engines
+        self._turns = turns
         self._probe_prompt = probe_prompt
         self.version = version
         self._syncs = 0
@@ -47,6 +51,7 @@ class GroupWeightSync:
 
     async def sync(self) -> WeightVersion:
         export = await self._trainer.export_weights()
+        await self._turns.to_weights()
         await sync_engines(
             export,
             self._engines,
@@ -54,15 +59,17 @@ class GroupWeightSync:
             timeout_s=self._timeout_s,
             bucket_bytes=self._bucket_bytes,
         )
+        await self._turns.to_generation()
         self.version += 1
         if self._probe_is_due():
-            await probe(
-                self._engines,
-                self._trainer.log_probs_of,
-                self._probe_prompt,
-                tolerance=self._tolerance,
-                temperature=self._temperature,
-            )
+            async with self._turns.comparing():
+                await probe(
+                    self._engines,
+                    self._trainer.log_probs_of,
+                    self._probe_prompt,
+                    tolerance=self._tolerance,
+                    temperature=self._temperature,
+                )
         self._syncs += 1
         return self.version
 

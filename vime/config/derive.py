@@ -63,6 +63,8 @@ DERIVATIONS: dict[str, Callable[[Values], Derived]] = {
     "log_probs_max_tokens_per_gpu": _like("max_tokens_per_gpu"),
     "eps_clip_high": _like("eps_clip"),
     "disable_grpo_std_normalization": lambda v: (v["n_samples_per_prompt"] == 1, "n-samples-per-prompt"),
+    "offload_train": lambda v: (v["colocate"] or v["offload"], "colocate and offload"),
+    "offload_rollout": lambda v: (v["colocate"] or v["offload"], "colocate and offload"),
     "expert_tensor_parallel_size": _like("tensor_model_parallel_size"),
     "bf16": lambda v: (not (v["fp16"] or v["fp32"]), "fp16 and fp32"),
     "eval_reward_key": _like("reward_key"),

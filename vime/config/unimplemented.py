@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _BY_TOPIC = {
-    "memory": "offload offload-train offload-rollout recompute-loss-function log-probs-chunk-size qkv-format "
+    "memory": "recompute-loss-function log-probs-chunk-size qkv-format "
     "balance-by-flops data-pad-size-multiplier async-save release-train",
     "critic": "critic-num-nodes critic-num-gpus-per-node critic-load critic-save critic-lr num-critic-only-steps "
     "megatron-config-path value-clip gamma lambd",

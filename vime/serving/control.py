@@ -38,6 +38,15 @@ class EngineControl:
     async def resume(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         await self._post("/resume", timeout_s=timeout_s)
 
+    async def sleep(self, level: Literal[1, 2], *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Frees the device memory. Keys and values are lost; weights go to the host (level 1) or are lost too (2)."""
+        await self._post(f"/sleep?level={level}", timeout_s=timeout_s)
+
+    async def wake_up(self, *tags: Literal["weights", "kv_cache"], timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Takes the memory again; without tags, all of it."""
+        query = "&".join(f"tags={tag}" for tag in tags)
+        await self._post(f"/wake_up?{query}" if query else "/wake_up", timeout_s=timeout_s)
+
     async def is_paused(self, *, timeout_s: float = CALL_TIMEOUT_S) -> bool:
         answer = await self._server.call("GET", "/is_paused", timeout_s=timeout_s)
         return bool(answer["is_paused"])

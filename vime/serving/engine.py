@@ -40,6 +40,7 @@ class EngineSpec:
     threads: int = 1  # compute threads of each process; for CPUs only
     devices: tuple[str, ...] = ()  # GPUs to use, by their numbers on the node; none: those that this process sees
     trust_remote_code: bool = False  # run Python code in the model's folder
+    sleeps: bool = False  # gives its memory to the trainer between rollouts
     seed: int = 0  # of requests without one of their own
     flags: Mapping[str, Any] = field(default_factory=dict)
 
@@ -60,6 +61,8 @@ class EngineSpec:
             "weight_transfer_config": {"backend": "vime"},
             "worker_extension_cls": "vime.serving.transfer.VimeWorkerExtension",
         }
+        if self.sleeps:
+            owned["enable_sleep_mode"] = True
         flags = self._defaults() | dict(self.flags) | owned
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command_words("vllm", flags)]
 
@@ -151,6 +154,7 @@ class EngineServer:
             threads=threads,
             devices=tuple(devices),
             trust_remote_code=config.checkpoint.trust_remote_code,
+            sleeps=config.cluster.offload_rollout and not is_cpu_build(),
             seed=config.data.rollout_seed,
             flags=config.vllm,
         )

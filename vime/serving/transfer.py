@@ -9,6 +9,7 @@ Written for vLLM 0.32; ``tests/serving`` fails where a later version no longer f
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,9 +36,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from vime.platform import current as platform
 from vime.serving.guard import die_with_parent
 from vime.weights.expected import ExpectedWeights
-from vime.weights.plan import PlanMismatch, WeightPlan
+from vime.weights.plan import PlanMismatch, TensorSpec, WeightPlan
 from vime.weights.shm import open_shared, view
 
 BACKEND = "vime"
@@ -91,6 +93,7 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         self._broken = ""
         self._parameters = {name for name, _ in model.named_parameters()}
         self._updates = 0
+        self._opened: tuple[str, int, Tensor] | None = None
         unlink_shared_memory()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -120,15 +123,30 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         assert plan is not None and update is not None, "vLLM calls this only after start_weight_update"
         if update_info.digest != plan.digest:
             raise PlanMismatch("the update follows another plan than the announced one")
-        data = open_shared(update_info.path, plan.total_bytes)
+        data = self._open(update_info.path, plan.total_bytes)
         specs = plan.tensors[update_info.first : update_info.last]
-        bucket = {spec.name: view(data, spec) for spec in specs}
         self._broken = "an update was not finished"
         if not update.sent:
             forget_expert_kernels(self.model)
             initialize_layerwise_reload(self.model)
-        update.sent |= bucket  # vLLM keeps tensors of half-sent layers, so the views live until the end
-        update.loaded |= self.model.load_weights(iter(bucket.items())) or set()
+        update.sent |= {spec.name: view(data, spec) for spec in specs}  # the proof reads them in the end
+        update.loaded |= self.model.load_weights(self._on_device(data, specs)) or set()
+
+    def _open(self, path: str, size: int) -> Tensor:
+        """The sender's memory; mapped, and locked for copies to the device, when it is another than the last."""
+        if self._opened is None or self._opened[:2] != (path, size):
+            data = open_shared(path, size)
+            platform().pin(data, read_only=True)
+            self._opened = path, size, data
+        return self._opened[2]
+
+    def _on_device(self, data: Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a bucket where the model is: one copy of all of them, which each process then cuts."""
+        if self.device.type == "cpu":
+            return ((spec.name, view(data, spec)) for spec in specs)
+        start, last = specs[0].offset, specs[-1]
+        here = data[start : last.offset + last.nbytes].to(self.device, non_blocking=True)
+        return ((spec.name, view(here, dataclasses.replace(spec, offset=spec.offset - start))) for spec in specs)
 
     def finish_weight_update(self) -> None:
         """Makes the loaded weights those that the model computes with, and proves it.

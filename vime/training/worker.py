@@ -26,6 +26,7 @@ from vime.training.checkpoint import load_megatron, load_weights, save_megatron
 from vime.training.forward import is_last_stage, log_probs_of
 from vime.training.layers.attention import tree_tokens
 from vime.training.loss import Given, LossSettings
+from vime.training.offload import Offloader, Part
 from vime.training.packing import MicroBatch, Packer
 from vime.training.parallel import connect, context_part, disconnect, pack_multiple
 from vime.training.records import Export, StartInfo
@@ -73,6 +74,7 @@ class TrainWorker:
         self.chunks = build_chunks(self.shape, config)
         self._weight_sets = WeightSets(self.chunks)
         resume = self._load_all()
+        self._offloader = Offloader(self.chunks, self.optimizer)
         rope, part = make_rope(self.shape, config), context_part()
         self._packer = Packer(
             device=self._device,
@@ -130,6 +132,13 @@ class TrainWorker:
         pack = self._packer.pack([_as_sample(token_ids, prompt_length)])
         (log_probs,) = self._log_probs([pack])
         return [] if log_probs is None else log_probs.tolist()
+
+    def offload(self, part: Part) -> None:
+        """Frees the device memory of that part of the state until ``onload``."""
+        self._offloader.offload(part)
+
+    def onload(self, part: Part) -> None:
+        self._offloader.onload(part)
 
     def save(self, directory: Path | str) -> None:
         """Writes Megatron's part of a checkpoint into a folder that ``CheckpointStore.begin`` made."""

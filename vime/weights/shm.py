@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from vime.platform import current
 from vime.weights.plan import PlanMismatch, TensorSpec, WeightPlan
 
 
@@ -30,6 +31,7 @@ class SharedBuffer:
         os.posix_fallocate(self._fd, 0, max(size, 1))
         self._map = mmap.mmap(self._fd, max(size, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)
+        current().pin(self.data)
 
     @property
     def path(self) -> str:
@@ -55,7 +57,8 @@ class SharedBuffer:
                     raise PlanMismatch(f"{name} {known}")
                 if tuple(tensor.shape) != spec.shape:
                     raise PlanMismatch(f"{name} has shape {list(tensor.shape)}, the plan says {list(spec.shape)}")
-                view(self.data, spec).copy_(tensor)
+                view(self.data, spec).copy_(tensor, non_blocking=True)
+        current().synchronize()
         if missing:
             raise PlanMismatch(f"{len(missing)} tensors of the plan were not written: {next(iter(missing))} and on")
 

@@ -22,6 +22,13 @@ class Cluster:
     rollout_num_gpus_per_engine: int = flag(1, help="Slots of one engine, which is its tensor-parallel size.")
     num_gpus_per_node: int = flag(8, help="Slots that one node has.")
     colocate: bool = flag(False, help="Trainer and engines take turns on the same slots.")
+    offload: bool = flag(False, help="Both --offload-train and --offload-rollout.")
+    offload_train: bool = derived(
+        "under --colocate or --offload", help="On GPUs: the trainer leaves the device while the engines generate."
+    )
+    offload_rollout: bool = derived(
+        "under --colocate or --offload", help="On GPUs: the engines leave the device while the trainer computes."
+    )
     train_backend: Literal["megatron"] = flag("megatron", help="The training backend.")
     distributed_timeout_minutes: int = flag(10, help="Deadline of one collective operation between training ranks.")
     train_env_vars: Mapping[str, Any] = flag({}, help="Environment variables of the training processes, as JSON.")

@@ -1,0 +1,54 @@
+"""The layout matrix of the tests on two GPUs over NCCL: how far every layout is from one process.
+
+    python -m bench.h200.layouts > bench/results/h200_layouts.json
+
+Prints the table to stderr as well. fp32 has the tolerances of the CPU tests; bf16 those that are stated in the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from tests.training.layouts import LAYOUTS, Matrix, Row
+from tests.training.test_layouts import BF16, TIED, UNTIED
+
+WIDE = {"num_hidden_layers": 4, "head_dim": 128}  # the width of a head for which there are kernels of our own
+ON_TWO = [name for name, layout in LAYOUTS.items() if layout.world_size == 2]
+ROWS: dict[str, Row] = {
+    "fp32, untied": dataclasses.replace(UNTIED, layouts=ON_TWO),
+    "fp32, tied": dataclasses.replace(TIED, layouts=["dp2 do overlap", "tp2 sp", "pp2", "pp2 vpp2", "cp2"]),
+    "bf16, untied": dataclasses.replace(BF16, overrides=WIDE, layouts=ON_TWO),
+}
+
+
+def main() -> None:
+    if torch.cuda.device_count() < 2:
+        sys.exit("two GPUs are needed")
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        matrix = Matrix(ROWS, Path(folder))
+        for name, row in ROWS.items():
+            for layout in row.layouts:
+                deviation = matrix.deviation(name, layout)
+                exceeded = deviation.exceeded(row.tolerance)
+                numbers = dataclasses.asdict(deviation)
+                found[f"{name}: {layout}"] = numbers | {"exceeded": sorted(exceeded)}
+                told = "  ".join(f"{key} {value:.1e}" for key, value in numbers.items())
+                print(f"{name + ': ' + layout:36} {told}  {'EXCEEDED' if exceeded else 'ok'}", file=sys.stderr)
+    versions = {"torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    tolerances = {name: dataclasses.asdict(row.tolerance) for name, row in ROWS.items()}
+    device = torch.cuda.get_device_name(0)
+    print(
+        json.dumps(
+            {"device": f"2 x {device}", "versions": versions, "tolerances": tolerances, "results": found}, indent=1
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
