@@ -287,7 +287,7 @@ def _copies(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
     if dist.get_rank() != 0:
         drain(tensors)
         return {}
-    return {name: tensor.float().clone() for name, tensor in tensors}
+    return {name: tensor.float().to("cpu", copy=True) for name, tensor in tensors}
 
 
 def log_probs_by_sample(worker: TrainWorker, share: TrainBatch) -> dict[int, Tensor]:
@@ -300,7 +300,7 @@ def log_probs_by_sample(worker: TrainWorker, share: TrainBatch) -> dict[int, Ten
         if log_probs is not None:
             samples = [share.samples[i] for i in indices]
             parts = log_probs.split([sample.response_length for sample in samples])
-            found |= {sample.index: part.clone() for sample, part in zip(samples, parts, strict=True)}
+            found |= {sample.index: part.to("cpu", copy=True) for sample, part in zip(samples, parts, strict=True)}
     return found
 
 
