@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+
 from tests.training.layouts import LAYOUTS, Matrix, Row
 from tests.training.test_layouts import BF16, TIED, UNTIED
 
