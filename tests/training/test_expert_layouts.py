@@ -61,13 +61,26 @@ LAYOUTS.update(
         "ep2 moe": _of(2, ep=2, **SELECTIVE),
         "cp2 ep2": _of(2, cp=2, ep=2),
         "tp2 sp etp2": _of(2, tp=2, sp=True, etp=2),
+        "tp2 sp etp1": _of(2, tp=2, sp=True, etp=1),
+        "tp2 sp etp1 do": _of(2, tp=2, sp=True, etp=1, do=True),
         "tp2 sp ep2": _of(2, tp=2, sp=True, ep=2),
         "ep4 do": _of(4, ep=4, do=True),
         "tp2 sp ep2 etp2 do": _of(4, tp=2, sp=True, ep=2, etp=2, do=True),
         "pp2 ep2 full": _of(4, pp=2, ep=2, **recompute("full", "uniform", 1)),
     }
 )
-TWO = ("dp2", "ep2", "ep2 do", "ep2 moe", "cp2 ep2", "tp2 sp etp2", "tp2 sp ep2", "pp2 full")
+TWO = (
+    "dp2",
+    "ep2",
+    "ep2 do",
+    "ep2 moe",
+    "cp2 ep2",
+    "tp2 sp etp2",
+    "tp2 sp etp1",
+    "tp2 sp etp1 do",
+    "tp2 sp ep2",
+    "pp2 full",
+)
 FOUR = ("ep4 do", "tp2 sp ep2 etp2 do", "pp2 ep2 full")
 ROWS = {
     "glm4_moe, per sample": Row(family="glm4_moe", flags=["--fp32", *PER_SAMPLE], layouts=TWO, around=routes_by_token)

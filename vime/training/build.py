@@ -143,6 +143,7 @@ def _build_chunk(
         **fields,
     )
     model.tokens_in_vocabulary = shape.vocab_size
+    _tell_experts_apart(model, config)
     model.to(current().device())  # Megatron makes its own layers there, ours start on the CPU
     if not (megatron.bf16 or megatron.fp16):
         return model
@@ -151,6 +152,19 @@ def _build_chunk(
         if isinstance(module, Router):
             module.keep_float32()
     return wrapped
+
+
+def _tell_experts_apart(model: PolicyModel, config: Config) -> None:
+    """Megatron reduces the gradients of experts over groups of their own only where experts are spread over ranks.
+
+    But where experts are cut otherwise than the rest, tensor-parallel ranks have copies of them, of different tokens:
+    without this their gradients would never meet, and the copies would drift apart.
+    """
+    parallel = config.parallel
+    if parallel.expert_tensor_parallel_size != parallel.tensor_model_parallel_size:
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False
 
 
 def make_rope(shape: ModelShape, config: Config) -> Rope | None:
