@@ -75,7 +75,8 @@ class Learner:
                 value, partial = policy_objective(answer_of(output), batch, given, mean, self.settings)
                 return value * (micro_batches * ranks), one, partial
 
-            batch.segments.kept = {} if chunk.config.recompute_granularity == "full" else None
+            if chunk.config.recompute_granularity == "full" and batch.segments.kept is None:
+                batch.segments.kept = {}  # several chunks of one rank share it
             output = run(chunk, batch, self.temperature, entropy_gradient=self.settings.entropy_coef != 0)
             return output, loss
 

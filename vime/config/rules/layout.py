@@ -88,6 +88,15 @@ def overlaps(config: Config) -> Iterator[Violation]:
         yield Violation(f"--overlap-param-gather needs {' and '.join(missing)}")
 
 
+def transformer_engine(config: Config) -> Iterator[Violation]:
+    """Its attention cuts each sequence over context-parallel ranks; our packs are cut as a whole."""
+    size = config.parallel.context_parallel_size
+    if size > 1 and config.megatron.get("transformer_impl") == "transformer_engine":
+        yield Violation(
+            f"--context-parallel-size {size} needs --transformer-impl local: Transformer Engine cuts sequences otherwise"
+        )
+
+
 def precision(config: Config) -> Iterator[Violation]:
     parallel = config.parallel
     chosen = [name for name in ("bf16", "fp16", "fp32") if getattr(parallel, name)]
@@ -158,6 +167,7 @@ RULES = (
     engine_slots,
     node_slots,
     overlaps,
+    transformer_engine,
     precision,
     recomputation,
     recomputed_units,
