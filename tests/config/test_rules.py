@@ -75,8 +75,8 @@ RULES = {
     "--recompute-modules mlp": "--recompute-modules needs --recompute-granularity selective",
     "--overlap-param-gather": "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
     "--overlap-param-gather --overlap-grad-reduce": "--overlap-param-gather needs --use-distributed-optimizer",
-    "--context-parallel-size 2 --transformer-impl transformer_engine": (
-        "--context-parallel-size 2 needs --transformer-impl local"
+    "--actor-num-gpus-per-node 2 --context-parallel-size 2 --transformer-impl transformer_engine": (
+        "--context-parallel-size 2 needs --transformer-impl local: Transformer Engine cuts otherwise"
     ),
     "--fp16 --fp32": "exactly one of --bf16, --fp16 and --fp32 must hold, not --fp16 and --fp32",
     "--bf16 --fp32": "exactly one of --bf16, --fp16 and --fp32 must hold, not --bf16 and --fp32",

@@ -93,7 +93,7 @@ def transformer_engine(config: Config) -> Iterator[Violation]:
     size = config.parallel.context_parallel_size
     if size > 1 and config.megatron.get("transformer_impl") == "transformer_engine":
         yield Violation(
-            f"--context-parallel-size {size} needs --transformer-impl local: Transformer Engine cuts sequences otherwise"
+            f"--context-parallel-size {size} needs --transformer-impl local: Transformer Engine cuts otherwise"
         )
 
 
