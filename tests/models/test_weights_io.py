@@ -249,9 +249,22 @@ LAYOUTS = [  # family, tied, ranks, and how they are divided
     ("glm4_moe", False, 2, {"EP": 2}),
     ("glm4_moe", False, 4, {"TP": 2, "EP": 2, "ETP": 2}),
 ]
+SLOW_LAYOUTS = [
+    ("llama", False, 2, {"TP": 2}),
+    ("qwen2", True, 2, {"PP": 2}),
+    ("qwen3", False, 2, {"TP": 2}),
+    ("glm", False, 2, {"TP": 2}),
+    ("glm", False, 2, {"PP": 2}),
+    ("glm4", False, 2, {"PP": 2}),
+    ("deepseek_v3", False, 4, {"TP": 2, "EP": 2}),
+]
 
 
-@pytest.mark.parametrize(("family", "tied", "ranks", "sizes"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("family", "tied", "ranks", "sizes"),
+    [*LAYOUTS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_LAYOUTS)],
+    ids=str,
+)
 def test_round_trip_over_several_ranks_is_bit_identical(
     tmp_path: Path, family: str, tied: bool, ranks: int, sizes: dict[str, int]
 ) -> None:

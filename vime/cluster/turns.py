@@ -69,9 +69,11 @@ class Turns:
         """The trainer has its parameters on the devices beside the engines, for a short pass."""
         if self._trainer_leaves:
             await self._trainer.onload("parameters")
-        yield
-        if self._trainer_leaves:
-            await self._trainer.offload("parameters")
+        try:
+            yield
+        finally:
+            if self._trainer_leaves:
+                await self._trainer.offload("parameters")
 
     @asynccontextmanager
     async def _visit(self) -> AsyncIterator[None]:

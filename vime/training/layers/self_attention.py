@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from vime.platform import current
@@ -37,11 +39,10 @@ class FusedSelfAttention(SelfAttention):  # type: ignore[misc]
         assert segments.rope is not None, "see _fits"
         with lean(hidden_states):
             mixed, _ = self.linear_qkv(hidden_states)
-        q_norm, k_norm = self.q_layernorm, self.k_layernorm
         query, key, value = split_norm_rotate(
             mixed.squeeze(1),
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
+            _weight(self.q_layernorm),
+            _weight(self.k_layernorm),
             segments.rope.cos,
             segments.rope.sin,
             groups=self.num_query_groups_per_partition,
@@ -64,3 +65,16 @@ class FusedSelfAttention(SelfAttention):  # type: ignore[misc]
         if rope is None or rope.interleaved or self.config.num_query_groups < self.world_size:
             return False
         return bool(2 * rope.cos.shape[-1] == self.hidden_size_per_attention_head)
+
+
+def _weight(norm: torch.nn.Module | None) -> Tensor | None:
+    """The weight of a norm whose work the kernel does; None where the model has no norm there.
+
+    Megatron waits in a hook of the norm for a weight that is still being gathered from other ranks.
+    """
+    if norm is None or isinstance(norm, IdentityOp):
+        return None
+    for hook in norm._forward_pre_hooks.values():
+        hook(norm, ())
+    weight: Tensor = norm.weight  # type: ignore[assignment]
+    return weight
