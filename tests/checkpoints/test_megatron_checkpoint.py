@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import pickle
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,6 +167,42 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
     learner = Learner(make_model(tmp_path / "hf"), "--fp32")
     with pytest.raises(UserError, match="is not a Megatron checkpoint, neither in torch_dist nor in torch format"):
         resume(tmp_path / "iter", learner)
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+@pytest.mark.parametrize("load", ["load_megatron", "load_weights", "weights_of"])
+def test_metadata_that_would_run_code_is_not_loaded(tmp_path: Path, load: str) -> None:
+    from vime.training import checkpoint
+
+    learner = Learner(make_model(tmp_path / "hf"), "--fp32")
+    folder = save(tmp_path / "checkpoint", learner)
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(f"touch {tmp_path}/ran")))
+    with pytest.raises(UserError, match=r"\.metadata names posix\.system, which describes no tensor; not loaded"):
+        getattr(checkpoint, load)(folder, *([] if load == "weights_of" else [learner.chunks]))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_object_that_would_run_code_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vime.training import checkpoint
+
+    learner = Learner(make_model(tmp_path / "hf"), "--fp32")
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "random_states", lambda: {"python": Evil(f"touch {tmp_path}/ran")})
+        folder = save(tmp_path / "checkpoint", learner)
+    with pytest.raises(
+        UserError, match=r"checkpoint: has more than tensors and plain values, and is not loaded: .*system"
+    ):
+        resume(folder, learner)
+    assert not (tmp_path / "ran").exists()
 
 
 RANK = "from tests.checkpoints.learner import continue_on_this_layout; continue_on_this_layout()"

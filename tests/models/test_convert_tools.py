@@ -296,3 +296,31 @@ def test_metadata_that_would_run_code_is_not_loaded(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"names posix\.system, which describes no tensor"):
         to_hf(tmp_path / "td", tmp_path / "out", make_model(tmp_path / "hf"))
     assert not (tmp_path / "ran").exists()
+
+
+def test_metadata_that_names_a_file_elsewhere_is_not_loaded(tmp_path: Path) -> None:
+    import dataclasses
+    import pickle
+
+    hf_dir = make_model(tmp_path / "hf")
+    path = to_torch_dist("--hf-checkpoint", hf_dir, "--save", tmp_path / "td") / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    storage = metadata.storage_data
+    for name in ("/etc/passwd", "../other.distcp"):
+        elsewhere = {index: dataclasses.replace(info, relative_path=name) for index, info in storage.items()}
+        path.write_bytes(pickle.dumps(dataclasses.replace(metadata, storage_data=elsewhere)))
+        with pytest.raises(UserError, match=f"names a file outside of the checkpoint, {name}; not loaded"):
+            to_hf(path.parent, tmp_path / "out", hf_dir)
+
+
+def test_metadata_cannot_reach_what_an_allowed_module_imports(tmp_path: Path) -> None:
+    """Pickle follows dots: a class of an allowed module does not stand for all that is in the module."""
+    for module in ("torch.distributed.checkpoint.filesystem", "megatron.core.dist_checkpointing.strategies.torch"):
+        folder = tmp_path / module
+        folder.mkdir()
+        (folder / "metadata.json").write_text("{}")
+        name = "os.getcwd" if "filesystem" in module else "torch.os.getcwd"
+        strings = b"".join(b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name))
+        (folder / ".metadata").write_bytes(b"\x80\x04" + strings + b"\x93)R.")
+        with pytest.raises(UserError, match=rf"names {module}\.{name}, which describes no tensor"):
+            to_hf(folder, tmp_path / "out", make_model(tmp_path / "hf" / module))

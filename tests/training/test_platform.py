@@ -13,10 +13,17 @@ import torch
 from vime.platform import current
 from vime.platform.megatron_adam import SITES as ADAM_SITES
 from vime.platform.megatron_moe import SITES as MOE_SITES
+from vime.platform.megatron_objects import SITES as OBJECT_SITES
 from vime.platform.megatron_on_cpu import PATCHES, Site, apply_patches
 from vime.platform.megatron_wgrad import SITES as PRODUCT_SITES
 
-ALL_SITES = [*ADAM_SITES, *MOE_SITES, *PRODUCT_SITES, *(site for patch in PATCHES for site in patch.sites)]
+ALL_SITES = [
+    *ADAM_SITES,
+    *MOE_SITES,
+    *OBJECT_SITES,
+    *PRODUCT_SITES,
+    *(site for patch in PATCHES for site in patch.sites),
+]
 
 
 def megatron_core() -> Path:

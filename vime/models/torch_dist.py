@@ -18,7 +18,7 @@ import pickle
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vime.models.shape import ModelShape
 
 __all__ = [
+    "METADATA",
     "Place",
     "Region",
     "TorchDistReader",
@@ -50,6 +51,7 @@ __all__ = [
     "finish",
     "fused_norm_name",
     "place_of",
+    "read_metadata",
 ]
 
 METADATA = ".metadata"
@@ -192,6 +194,25 @@ def _check_filled(tensors: Mapping[str, TensorStorageMetadata]) -> None:
         assert written == math.prod(tensor.size), f"{key}: {written} of {math.prod(tensor.size)} elements written"
 
 
+def read_metadata(folder: Path) -> Metadata:
+    """What describes a checkpoint's tensors, read so that nothing in it can run code.
+
+    Raises:
+        UserError: it has more than that, names files elsewhere, or cannot be read.
+    """
+    path = folder / METADATA
+    try:
+        with open(path, "rb") as file:
+            metadata: Metadata = _MetadataUnpickler(file).load()
+        names = {str(info.relative_path) for info in metadata.storage_data.values()}
+    except (OSError, EOFError, AttributeError, TypeError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    outside = sorted(name for name in names if PurePath(name).is_absolute() or ".." in PurePath(name).parts)
+    if outside:
+        raise UserError(f"{path} names a file outside of the checkpoint, {outside[0]}; not loaded")
+    return metadata
+
+
 class TorchDistReader:
     """The tensors of one checkpoint, ours or Megatron's. Metadata is read at once, data on demand.
 
@@ -204,8 +225,7 @@ class TorchDistReader:
         if not (folder / "metadata.json").is_file() or not (folder / METADATA).is_file():
             kind = "a torch checkpoint" if any(folder.glob("mp_rank_*")) else "not a Megatron checkpoint"
             raise UserError(f"{folder} is {kind}; only the torch_dist format can be converted")
-        with open(folder / METADATA, "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+        metadata = read_metadata(folder)
         self._storage: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data
         self._tensors = {
             key: tensor
@@ -278,26 +298,37 @@ def _slices(box: Box, offsets: Collection[int]) -> tuple[slice, ...]:
     return tuple(slice(start - offset, stop - offset) for (start, stop), offset in zip(box, offsets, strict=True))
 
 
+# Megatron keeps plans beside the description of tensors, so they may be there. No name is a function that does
+# anything with its arguments but look them up, and none has a dot, which pickle follows to whatever a module imports.
+_DESCRIPTIONS = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.planner": {
+        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    },
+    "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "builtins": {"set", "frozenset"},
+}
+_MEGATRONS = {
+    ("megatron.core.dist_checkpointing.strategies.torch", name) for name in ("MCoreMetadata", "MCoreSavePlan")
+}
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Builds what describes a checkpoint and nothing else, so that a checkpoint from elsewhere can run no code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("megatron.core.dist_checkpointing."):
-            return type(name, (_Ignored,), {})  # Megatron's notes on its plans
-        allowed = (
-            (module.startswith("torch.distributed.checkpoint.") and "." not in name)
-            or (module, name) == ("torch", "Size")
-            or (module, name) == ("torch.serialization", "_get_layout")
-            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
-            or (module == "collections" and name == "OrderedDict")
-            or (module == "pathlib" and name.endswith("Path"))
-            or (module == "builtins" and name in ("set", "frozenset"))
-        )
-        found = super().find_class(module, name) if allowed else None
-        foreign = isinstance(found, type) and found.__module__.split(".")[0] != module.split(".")[0]
-        if found is None or foreign or (module.startswith("torch.distributed.") and not isinstance(found, type)):
+        if (module, name) in _MEGATRONS:
+            return type(name, (_Ignored,), {})
+        if name not in _DESCRIPTIONS.get(module, ()):
             raise UserError(f"a checkpoint's {METADATA} names {module}.{name}, which describes no tensor; not loaded")
-        return found
+        return super().find_class(module, name)
 
 
 class _Ignored:

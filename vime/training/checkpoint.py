@@ -33,7 +33,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from vime.errors import UserError
-from vime.models.torch_dist import fused_norm_name
+from vime.models.torch_dist import METADATA, fused_norm_name, read_metadata
+from vime.platform.megatron_objects import load_plain_objects
 from vime.training.optimizer_parts import parts_of, plain_values, state_of
 from vime.training.rank_state import layout, random_states, set_random_states
 from vime.training.safe_load import safe_load
@@ -230,14 +231,19 @@ def _load_optimizer(optimizer: Any | None, state: Any | None, directory: Path | 
 
 
 def _content(directory: Path) -> dict[str, Any]:
-    """What ``save_megatron`` noted about its checkpoint; nothing where somebody else wrote it."""
-    if not (directory / "metadata.json").is_file():
+    """What ``save_megatron`` noted about its checkpoint; nothing where somebody else wrote it.
+
+    It comes before all else that reads the folder: Megatron's own reader runs whatever code ``.metadata`` names.
+    """
+    if not all((directory / name).is_file() for name in ("metadata.json", METADATA)):
         raise UserError(f"{directory} is not a Megatron checkpoint, neither in torch_dist nor in torch format")
+    read_metadata(directory)
     with safe_load(directory):
         return dist_checkpointing.load_content_metadata(str(directory)) or {}
 
 
 def _read(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
+    load_plain_objects()
     with safe_load(directory):
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))
     return loaded

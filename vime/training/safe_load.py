@@ -6,6 +6,7 @@ Everything else would be code of others, and a checkpoint that names it is not l
 from __future__ import annotations
 
 import pickle
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import RerunDiagnostic, RerunMode, RerunState
 from megatron.core.transformer.enums import AttnBackend, CudaGraphScope
+from torch.distributed.checkpoint.api import CheckpointException
 
 from vime.errors import UserError
 
@@ -37,5 +39,16 @@ def safe_load(path: Path) -> Iterator[None]:
         with torch.serialization.safe_globals([*RECORDS, *MEGATRONS]):
             yield
     except pickle.UnpicklingError as error:
-        reason = str(error).split("WeightsUnpickler error: ")[-1].splitlines()[0]
-        raise UserError(f"{path}: has more than tensors and plain values, and is not loaded: {reason}") from None
+        raise _refusal(path, error) from None
+    except CheckpointException as error:  # of torch.distributed.checkpoint, with what each rank raised
+        refused = [raised for raised, _ in error.failures.values() if isinstance(raised, pickle.UnpicklingError)]
+        if not refused:
+            raise
+        raise _refusal(path, refused[0]) from None
+
+
+def _refusal(path: Path, error: pickle.UnpicklingError) -> UserError:
+    _, found, reason = str(error).partition("WeightsUnpickler error: ")
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    reason = reason.splitlines()[0] if found else f"it names {named[1]}" if named else "it names code"
+    return UserError(f"{path}: has more than tensors and plain values, and is not loaded: {reason}")
