@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vime.config import resolve
+from vime.config import layouts, resolve
 from vime.config.layouts import FLAGS, Layout, described, nearest, problems
 from vime.config.sections.parallel import Parallel
 from vime.models import ModelShape
@@ -226,6 +227,37 @@ def test_there_is_always_an_offer_and_every_offer_works(layout: Layout, shape: M
 def test_a_layout_that_works_is_its_own_nearest(layout: Layout, shape: ModelShape) -> None:
     if not any(problems(layout, shape)):
         assert nearest(layout, shape)[0] == layout
+
+
+QWEN3_235B = shape_of(
+    num_layers=94,
+    num_attention_heads=64,
+    num_query_groups=4,
+    moe=MoeShape(num_experts=128, top_k=8, ffn_hidden_size=1536, dense_layers=frozenset()),
+)
+
+
+def test_few_layouts_are_looked_at_before_there_is_an_offer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are 5.5 million: 9 divisors of 256 for each of five sizes, and 94 numbers of virtual stages."""
+    looked_at = []
+
+    def counted(layout: Layout, shape: ModelShape | None) -> Iterator[str]:
+        looked_at.append(layout)
+        return problems(layout, shape)
+
+    monkeypatch.setattr(layouts, "problems", counted)
+    sizes = {"tensor": 3, "pipeline": 4, "virtual": 2, "context": 2, "expert": 8, "expert_tensor": 2}
+    layout = Layout(world=256, sequence=True, **sizes)
+    assert described(layout, nearest(layout, QWEN3_235B)).startswith(
+        "--tensor-model-parallel-size 4 with --pipeline-model-parallel-size 2 with "
+        "--virtual-pipeline-model-parallel-size 1, "
+    )
+    assert len(looked_at) < 10_000
+
+
+def test_a_search_that_takes_too_long_offers_data_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "LOOKS", 1)
+    assert nearest(Layout(world=8, tensor=3, pipeline=5), DENSE) == [Layout(world=8)]
 
 
 def layout_flags(layout: Layout) -> list[str]:

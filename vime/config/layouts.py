@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["FLAGS", "Layout", "chunk_layers", "described", "nearest", "problems"]
 
 OFFERED = 3
+LOOKS = 50_000
+"""Layouts that are looked at before the search gives up and offers data parallelism alone: about a second."""
 
 FLAGS = {
     "tensor": "--tensor-model-parallel-size",
@@ -177,39 +179,62 @@ def nearest(
     Args:
         fits: what else a layout must keep to be worth an offer. Where none does, this is given up.
     """
-    working = [each for each in _candidates(layout, shape) if not any(problems(each, shape))]
-    offers = [each for each in working if fits(each)] or working
-    fewest = min((_changed(layout, each) for each in offers), default=0)
-    return heapq.nsmallest(
-        OFFERED,
-        (each for each in offers if _changed(layout, each) == fewest),
-        key=lambda each: _distance(layout, each),
-    )
+    fallback: list[Layout] = []
+    looks = itertools.count(1)
+    for changes in range(len(FLAGS) + 1):
+        working = [each for each in _candidates(layout, shape, changes, looks) if not any(problems(each, shape))]
+        offers = [each for each in working if fits(each)]
+        fallback = fallback or working
+        if offers:
+            return _closest(layout, offers)
+    return _closest(layout, fallback or [Layout(world=layout.world)])
 
 
-def _candidates(layout: Layout, shape: ModelShape | None) -> Iterator[Layout]:
-    """Layouts that use nothing which the given one does not use."""
-    counts = [each for each in range(1, layout.world + 1) if layout.world % each == 0]
+def _closest(layout: Layout, offers: list[Layout]) -> list[Layout]:
+    return heapq.nsmallest(OFFERED, offers, key=lambda each: _distance(layout, each))
+
+
+def _candidates(layout: Layout, shape: ModelShape | None, changes: int, looks: Iterator[int]) -> Iterator[Layout]:
+    """Layouts that change so many flags and use nothing which the given one does not use, while ``looks`` lasts."""
+    choices = _choices(layout, shape)
+    wants_sequence = layout.sequence or (shape is not None and shape.moe is not None)
+    must = {name for name, values in choices.items() if getattr(layout, name) not in values}
+    # sequence parallelism follows from the others: it may be one of the changes
+    for names in itertools.chain(*(itertools.combinations(choices, size) for size in {max(changes - 1, 0), changes})):
+        if not must.issubset(names):
+            continue
+        others = [[each for each in choices[name] if each != getattr(layout, name)] for name in names]
+        for values in itertools.product(*others):
+            if next(looks) > LOOKS:
+                return
+            found = dataclasses.replace(layout, **dict(zip(names, values, strict=True)))
+            found = dataclasses.replace(found, sequence=wants_sequence and found.tensor > 1)
+            if _changed(layout, found) == changes:
+                yield found
+
+
+def _choices(layout: Layout, shape: ModelShape | None) -> dict[str, list[Any]]:
+    """What each field may become: a size of 1 stays 1, but for the tensor ranks that --sequence-parallel needs."""
+    ranks = _divisors(layout.world)
 
     def sizes(name: str) -> list[int]:
-        return [1] if getattr(layout, name) == 1 else counts
+        return [1] if getattr(layout, name) == 1 else ranks
 
-    layers = layout.virtual if shape is None else shape.num_layers
-    choices: dict[str, Iterable[Any]] = {
-        "tensor": counts if layout.sequence else sizes("tensor"),
+    return {
+        "tensor": ranks if layout.sequence else sizes("tensor"),
         "pipeline": sizes("pipeline"),
-        "virtual": range(1, layers + 1) if layout.virtual > 1 else (1,),
-        "first_stage": {layout.first_stage, None},
-        "last_stage": {layout.last_stage, None},
+        # each pipeline rank has a multiple of it, and so has the whole
+        "virtual": _divisors(layout.virtual if shape is None else shape.num_layers) if layout.virtual > 1 else [1],
+        "first_stage": [layout.first_stage, None],
+        "last_stage": [layout.last_stage, None],
         "context": sizes("context"),
         "expert": sizes("expert"),
         "expert_tensor": [None] if layout.expert_tensor is None else sizes("expert_tensor"),
     }
-    sequence = layout.sequence or (shape is not None and shape.moe is not None)
-    for values in itertools.product(*choices.values()):
-        found = dataclasses.replace(layout, **dict(zip(choices, values, strict=True)))
-        if layout.world % found.model == 0:
-            yield dataclasses.replace(found, sequence=sequence and found.tensor > 1)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def _changed(one: Layout, other: Layout) -> int:
