@@ -292,8 +292,23 @@ def test_the_layers_of_a_virtual_stage_say_how_many_there_are() -> None:
     parallel = Parallel(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=3)
     assert parallel.virtual_stages(36) == 6
     assert parallel.virtual_stages(6) is None
-    assert parallel.micro_batch_multiple == 2
-    assert Parallel(pipeline_model_parallel_size=2).micro_batch_multiple == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "multiple"),
+    [
+        ("", 1),
+        ("--virtual-pipeline-model-parallel-size 1", 1),
+        ("--virtual-pipeline-model-parallel-size 2", 2),
+        ("--num-layers-per-virtual-pipeline-stage 2", 1),  # a whole pipeline rank of the model's four layers
+        ("--num-layers-per-virtual-pipeline-stage 1", 2),
+    ],
+)
+def test_only_interleaved_pipelines_take_micro_batches_in_rounds(flags, words: str, multiple: int) -> None:
+    words = f"--actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 {words}"
+    config = resolve(flags(*words.split())).config
+    layout = Layout.of(config, shape_of(num_layers=4))
+    assert layout.micro_batch_multiple == multiple
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ from vime.cluster.train_group import TrainGroup
 from vime.cluster.turns import Turns
 from vime.cluster.weights import GroupWeightSync
 from vime.config import Config
+from vime.config.layouts import Layout
 from vime.data.batching import make_train_batches
 from vime.loop import Schedule
+from vime.models import load_shape
 from vime.ports import Checkpoints
 from vime.rewards.hub import RewardHub
 from vime.rollout.build import Prompts, make_hub, make_manager, make_pool
@@ -165,7 +167,7 @@ class Job:
 
 def split(batch: RolloutBatch, dp_size: int, config: Config) -> list[TrainBatch]:
     """One share of the batch for each data-parallel rank."""
-    sizes = config.batch
+    sizes, layout = config.batch, Layout.of(config, load_shape(config.checkpoint.hf_checkpoint))
     return make_train_batches(
         batch,
         dp_size=dp_size,
@@ -174,6 +176,6 @@ def split(batch: RolloutBatch, dp_size: int, config: Config) -> list[TrainBatch]
         use_dynamic_batch_size=sizes.use_dynamic_batch_size,
         max_tokens_per_gpu=sizes.max_tokens_per_gpu,
         balance_data=sizes.balance_data,
-        cp_size=config.parallel.context_parallel_size,
-        micro_batch_multiple=config.parallel.micro_batch_multiple,
+        cp_size=layout.context,
+        micro_batch_multiple=layout.micro_batch_multiple,
     )

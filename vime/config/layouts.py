@@ -80,6 +80,11 @@ class Layout:
         return self.world // self.model
 
     @property
+    def micro_batch_multiple(self) -> int:
+        """Interleaved pipelines run micro-batches in rounds of one for each rank."""
+        return self.pipeline if self.virtual > 1 else 1
+
+    @property
     def expert_tensor_size(self) -> int:
         return self.tensor if self.expert_tensor is None else self.expert_tensor
 

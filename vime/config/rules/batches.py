@@ -68,8 +68,9 @@ def uneven_shares(config: Config, layout: Layout) -> str | None:
     packed = config.batch.use_dynamic_batch_size
     factors = [] if packed else [(micro, f"--micro-batch-size {micro}")]
     factors.append((layout.data, f"{layout.data} data-parallel ranks"))
-    if layout.virtual > 1:
-        factors.append((layout.pipeline, f"{layout.pipeline} micro-batches at a time in an interleaved pipeline"))
+    at_a_time = layout.micro_batch_multiple
+    if at_a_time > 1:
+        factors.append((at_a_time, f"{at_a_time} micro-batches at a time in an interleaved pipeline"))
     multiple = math.prod(number for number, _ in factors)
     if size % multiple == 0:
         return None

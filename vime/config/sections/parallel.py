@@ -50,12 +50,6 @@ class Parallel:
         return None if stages == 1 else stages
 
     @property
-    def micro_batch_multiple(self) -> int:
-        """Interleaved pipelines run micro-batches in rounds of one for each rank."""
-        virtual = self.virtual_pipeline_model_parallel_size or self.num_layers_per_virtual_pipeline_stage
-        return 1 if virtual is None else self.pipeline_model_parallel_size
-
-    @property
     def dtype_name(self) -> Literal["bfloat16", "float16", "float32"]:
         """Of the parameters, as torch calls it."""
         return "float16" if self.fp16 else "float32" if self.fp32 else "bfloat16"
