@@ -74,8 +74,8 @@ REFUSED = {
     "layers beside a shorter first stage": (
         DENSE,
         {"world": 4, "pipeline": 4, "first_stage": 7},
-        "--pipeline-model-parallel-size 4 with --num-layers-in-first-pipeline-stage 7 does not divide the model's 36 "
-        "layers; nearest that work: no --num-layers-in-first-pipeline-stage or --pipeline-model-parallel-size 2",
+        "--pipeline-model-parallel-size 4 with --decoder-first-pipeline-num-layers 7 does not divide the model's 36 "
+        "layers; nearest that work: no --decoder-first-pipeline-num-layers or --pipeline-model-parallel-size 2",
     ),
     "virtual stages": (
         DENSE,
@@ -87,9 +87,9 @@ REFUSED = {
     "virtual stages of an uneven pipeline": (
         DENSE,
         {"world": 2, "pipeline": 2, "virtual": 2, "first_stage": 16, "last_stage": 17},
-        "--pipeline-model-parallel-size 2 with --num-layers-in-first-pipeline-stage 16 with "
-        "--num-layers-in-last-pipeline-stage 17 does not divide the model's 36 layers; nearest that work: no "
-        "--num-layers-in-last-pipeline-stage",
+        "--pipeline-model-parallel-size 2 with --decoder-first-pipeline-num-layers 16 with "
+        "--decoder-last-pipeline-num-layers 17 does not divide the model's 36 layers; nearest that work: no "
+        "--decoder-last-pipeline-num-layers",
     ),
     "virtual stages alone": (
         DENSE,
