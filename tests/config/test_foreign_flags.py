@@ -149,6 +149,20 @@ def test_the_last_of_two_names_for_one_field_wins(flags):
         ("--vllm-port 80", "--vllm-port cannot be given: vime gives each engine a free port on its own"),
         ("--router-port 80", "--router-port cannot be given: use --vllm-router-port"),
         ("--params-dtype x", "--params-dtype cannot be given: use --bf16, --fp16 or --fp32"),
+        (
+            "--window-size 8",
+            "--window-size cannot be given: attention is over the whole sample: no supported model has a window",
+        ),
+        ("--moe-latent-size 8", "--moe-latent-size cannot be given: no supported model has experts on latents"),
+        (
+            "--moe-expert-capacity-factor 1.0",
+            "--moe-expert-capacity-factor cannot be given: no token is dropped: engines drop none either",
+        ),
+        (
+            "--moe-router-force-load-balancing",
+            "--moe-router-force-load-balancing cannot be given: tokens go to the experts that the router chooses, as "
+            "in the engines",
+        ),
         ("--init-method x", "--init-method cannot be given: no flag can give it: it is a Python object"),
     ],
 )

@@ -59,6 +59,9 @@ def test_flags_that_repeat_config_json_are_right(flags):
         ),
         ("--use-rope-scaling", "--use-rope-scaling True differs from {config}, which says False"),
         ("--add-bias-linear", "--add-bias-linear True differs from {config}, which says False"),
+        ("--softmax-type off-by-one", "--softmax-type off-by-one differs from {config}, which says vanilla"),
+        ("--apply-layernorm-1p", "--apply-layernorm-1p True differs from {config}, which says False"),
+        ("--layernorm-zero-centered-gamma", "--apply-layernorm-1p True differs from {config}, which says False"),
         ("--vocab-size 511", "--vocab-size 511 is less than the 512 of {config}"),
     ],
 )

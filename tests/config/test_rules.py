@@ -75,6 +75,8 @@ RULES = {
     "--recompute-modules mlp": "--recompute-modules needs --recompute-granularity selective",
     "--overlap-param-gather": "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
     "--overlap-param-gather --overlap-grad-reduce": "--overlap-param-gather needs --use-distributed-optimizer",
+    "--fp8 hybrid": "--fp8 hybrid needs --transformer-impl transformer_engine: other layers ignore it",
+    "--fp4-param": "--fp4-param needs --transformer-impl transformer_engine: other layers ignore it",
     "--actor-num-gpus-per-node 2 --context-parallel-size 2 --transformer-impl transformer_engine": (
         "--context-parallel-size 2 needs --transformer-impl local: Transformer Engine cuts otherwise"
     ),
@@ -285,6 +287,8 @@ WARNINGS = {
     "--num-epoch 2": "--num-epoch 2 is ignored: --num-rollout wins",
     "--max-tokens-per-gpu 64": "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size",
     "--seq-length 4096": "--seq-length has no effect: samples are packed, and the model's own context counts",
+    "--cp-comm-type a2a": "--cp-comm-type has no effect: context-parallel ranks gather keys and values",
+    "--moe-grouped-gemm": "--moe-grouped-gemm has no effect: vime multiplies by its experts in its own way",
     "--wandb-project p": "--wandb-project has no effect without --use-wandb",
 }
 

@@ -20,6 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from vime.config import Config
+from vime.config.foreign.megatron_lm import WITHOUT_EFFECT
 from vime.config.rules.expected import EXPECTED
 from vime.errors import UserError
 from vime.models import ModelShape
@@ -63,7 +64,8 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
         "attention_softmax_in_fp32": True,
     }
     # what describes the model is config.json's, and was compared with it
-    settings = {name: value for name, value in config.megatron.items() if name not in EXPECTED}
+    untold = EXPECTED.keys() | WITHOUT_EFFECT.keys()
+    settings = {name: value for name, value in config.megatron.items() if name not in untold}
     given = {"moe_router_bias_update_rate": 0.0} | _fields_of(TransformerConfig, settings, fields)
     return TransformerConfig(**fields | given)
 

@@ -62,4 +62,14 @@ ALIASES: Mapping[str, Alias] = {
     "max-position-embeddings": Alias("max_position_embeddings", INT),
 }
 
-WITHOUT_EFFECT = ("seq_length", "max_position_embeddings")
+_PACKED = "samples are packed, and the model's own context counts"
+_OWN_EXPERTS = "vime multiplies by its experts in its own way"
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "seq_length": _PACKED,
+    "max_position_embeddings": _PACKED,
+    "cp_comm_type": "context-parallel ranks gather keys and values",
+    "moe_grouped_gemm": _OWN_EXPERTS,
+    "moe_use_legacy_grouped_gemm": _OWN_EXPERTS,
+}
+"""By the key in ``config.megatron``: why a flag changes nothing. Megatron is not told of it."""

@@ -10,6 +10,8 @@ _ENGINE_WEIGHTS = "vime carries the weights itself"
 _PLACEMENT = "use --rollout-num-gpus and --rollout-num-gpus-per-engine"
 _DISAGGREGATION = "separate prefill and decode servers are not supported by this version"
 _SHARED_LAYOUT = "use --tensor-model-parallel-size and its kin"
+_WINDOW = "attention is over the whole sample: no supported model has a window"
+_CAPACITY = "no token is dropped: engines drop none either"
 _OBJECT = "no flag can give it: it is a Python object"
 
 OWNED: Mapping[str, Mapping[str, str]] = {
@@ -66,6 +68,12 @@ OWNED: Mapping[str, Mapping[str, str]] = {
         "activation-func": "config.json of --hf-checkpoint says it",
         "use-cpu-initialization": "weights are loaded, never drawn",
         "perform-initialization": "weights are loaded, never drawn",
+        "window-size": _WINDOW,
+        "window-attn-skip-freq": _WINDOW,
+        "moe-latent-size": "no supported model has experts on latents",
+        "moe-expert-capacity-factor": _CAPACITY,
+        "moe-pad-expert-input-to-capacity": _CAPACITY,
+        "moe-router-force-load-balancing": "tokens go to the experts that the router chooses, as in the engines",
         "use-custom-fsdp": "this version shards by tensor and pipeline parallelism only",
         "use-megatron-fsdp": "this version shards by tensor and pipeline parallelism only",
     },

@@ -56,9 +56,9 @@ def tokens_without_packing(config: Config) -> Iterator[Violation]:
 
 
 def without_effect(config: Config) -> Iterator[Violation]:
-    for name in WITHOUT_EFFECT:
+    for name, reason in WITHOUT_EFFECT.items():
         if name in config.megatron:
-            yield Violation(f"{option(name)} has no effect: samples are packed, and the model's own context counts")
+            yield Violation(f"{option(name)} has no effect: {reason}")
 
 
 def wandb_flags(config: Config) -> Iterator[Violation]:

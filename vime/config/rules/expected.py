@@ -74,6 +74,8 @@ EXPECTED: Mapping[str, Expected] = {
     "swiglu": Expected("--swiglu", lambda shape: True),
     "gated_linear_unit": Expected("--gated-linear-unit", lambda shape: True),
     "add_bias_linear": Expected("--add-bias-linear", lambda shape: False),
+    "softmax_type": Expected("--softmax-type", lambda shape: "vanilla"),
+    "layernorm_zero_centered_gamma": Expected("--apply-layernorm-1p", lambda shape: False),
     # rotary positions
     "rotary_base": Expected("--rotary-base", _of("rotary_base")),
     "rotary_percent": Expected("--rotary-percent", _of("rotary_percent")),

@@ -97,6 +97,16 @@ def transformer_engine(config: Config) -> Iterator[Violation]:
         )
 
 
+def low_precision(config: Config) -> Iterator[Violation]:
+    """Only Transformer Engine's layers read what Megatron is told of 8 and 4 bits."""
+    if config.megatron.get("transformer_impl") == "transformer_engine":
+        return
+    for name, value in config.megatron.items():
+        if value is not None and value is not False and {"fp8", "fp4"} & set(name.split("_")):
+            said = option(name) if value is True else f"{option(name)} {value}"
+            yield Violation(f"{said} needs --transformer-impl transformer_engine: other layers ignore it")
+
+
 def precision(config: Config) -> Iterator[Violation]:
     parallel = config.parallel
     chosen = [name for name in ("bf16", "fp16", "fp32") if getattr(parallel, name)]
@@ -168,6 +178,7 @@ RULES = (
     node_slots,
     overlaps,
     transformer_engine,
+    low_precision,
     precision,
     recomputation,
     recomputed_units,
