@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from vime.config import parse_config, resolve
+from vime.config.rules.expected import EXPECTED, agrees
+from vime.models.shape import MoeShape
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = sorted((ROOT / "scripts" / "models").glob("*.sh"))
@@ -149,6 +152,25 @@ def test_a_sourced_script_gives_flags_that_parse(flags, script):
     assert resolution.violations == (
         "--hf-checkpoint /nowhere: no such folder (it must be a local one; `hf download` makes it)",
     )
+
+
+@pytest.mark.parametrize(
+    ("score_function", "normalize_weights", "right"),
+    [("softmax", True, [False]), ("softmax", False, [True]), ("sigmoid", True, [False, True])],
+)
+def test_softmax_before_the_choice_of_experts_is_the_models_and_nothing_with_sigmoid(
+    score_function, normalize_weights, right
+):
+    moe = MoeShape(
+        num_experts=4,
+        top_k=2,
+        ffn_hidden_size=8,
+        dense_layers=frozenset(),
+        score_function=score_function,
+        normalize_weights=normalize_weights,
+    )
+    expected = EXPECTED["moe_router_pre_softmax"].of(SimpleNamespace(moe=moe))
+    assert [given for given in (False, True) if agrees("moe_router_pre_softmax", given, expected)] == right
 
 
 def test_values_can_be_overridden_after_sourcing(flags):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 
 import pytest
 
@@ -75,6 +76,14 @@ RULES = {
     "--recompute-modules mlp": "--recompute-modules needs --recompute-granularity selective",
     "--overlap-param-gather": "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
     "--overlap-param-gather --overlap-grad-reduce": "--overlap-param-gather needs --use-distributed-optimizer",
+    "--hidden-dropout 0.1": "--hidden-dropout 0.1 cannot be given: vime needs 0.0 there",
+    "--attention-dropout 0.1": "--attention-dropout 0.1 cannot be given: vime needs 0.0 there",
+    "--moe-token-dispatcher-type allgather": (
+        "--moe-token-dispatcher-type allgather cannot be given: vime needs alltoall there"
+    ),
+    "--no-attention-softmax-in-fp32": "--attention-softmax-in-fp32 False cannot be given: vime needs True there",
+    "--no-grad-reduce-in-fp32": "--grad-reduce-in-fp32 False cannot be given: vime needs True there",
+    "--moe-router-dtype fp64": "--moe-router-dtype fp64 cannot be given: vime needs fp32 there",
     "--fp8 hybrid": "--fp8 hybrid needs --transformer-impl transformer_engine: other layers ignore it",
     "--fp4-param": "--fp4-param needs --transformer-impl transformer_engine: other layers ignore it",
     "--actor-num-gpus-per-node 2 --context-parallel-size 2 --transformer-impl transformer_engine": (
@@ -145,6 +154,20 @@ def test_the_message_of_a_rule(flags, model_dir, tmp_path, words, message):
     if "not yet supported" not in message:  # such a line may stand beside the one that this is about
         lines = tuple(line for line in lines if "not yet supported" not in line)
     assert lines == (message.format(**places),)
+
+
+def test_flags_may_repeat_what_vime_gives_megatron(flags):
+    words = "--hidden-dropout 0 --attention-dropout 0.0 --moe-token-dispatcher-type alltoall --moe-router-dtype fp32"
+    assert said(flags(*words.split(), "--accumulate-allreduce-grads-in-fp32")) == ()
+
+
+def test_messages_of_interleaved_pipelines_are_not_sent_in_batches(flags, model_dir):
+    path = model_dir / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 4}))
+    words = ["--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2", "--batch-p2p-comm"]
+    assert said(flags(*words)) == ()
+    lines = said(flags(*words, "--virtual-pipeline-model-parallel-size", "2"))
+    assert lines == ("--batch-p2p-comm True cannot be given: vime needs False there",)
 
 
 def test_evaluation_file(flags, tmp_path):

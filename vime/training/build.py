@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vime.config import Config
 from vime.config.foreign.megatron_lm import WITHOUT_EFFECT
+from vime.config.rules import fixed
 from vime.config.rules.expected import EXPECTED
 from vime.errors import UserError
 from vime.models import ModelShape
@@ -60,8 +61,7 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
         **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave),
         "gradient_accumulation_fusion": _accumulating_products(config),
         "variable_seq_lengths": stages > 1,  # packs differ in length
-        "moe_token_dispatcher_type": "alltoall",  # asked for by variable_seq_lengths, dense models too
-        "attention_softmax_in_fp32": True,
+        **fixed.MODEL,
     }
     # what describes the model is config.json's, and was compared with it
     untold = EXPECTED.keys() | WITHOUT_EFFECT.keys()
@@ -71,21 +71,17 @@ def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:
 
 
 def _accumulating_products(config: Config) -> bool:
-    if not current().fused_kernels or config.parallel.fp32:
+    refused = config.megatron.get("gradient_accumulation_fusion") is False
+    if refused or not current().fused_kernels or config.parallel.fp32:
         return False
     use_accumulating_products()
     return True
 
 
 def _interleaving_fields(virtual_stages: int | None) -> dict[str, Any]:
-    """Interleaved stages computed with wrong activations, without a word, when their messages were sent in batches."""
     if virtual_stages is None:
         return {}
-    return {
-        "virtual_pipeline_model_parallel_size": virtual_stages,
-        "overlap_p2p_comm": True,
-        "batch_p2p_comm": False,
-    }
+    return {"virtual_pipeline_model_parallel_size": virtual_stages, **fixed.INTERLEAVED}
 
 
 def _leave(weight: Tensor) -> Tensor:
@@ -188,7 +184,7 @@ def _implementation(config: Config) -> str:
 def _gradient_config(config: Config) -> DistributedDataParallelConfig:
     fields: dict[str, Any] = {
         "use_distributed_optimizer": config.parallel.use_distributed_optimizer,
-        "grad_reduce_in_fp32": True,
+        **fixed.GRADIENTS,
     }
     return DistributedDataParallelConfig(**fields | _fields_of(DistributedDataParallelConfig, config.megatron, fields))
 

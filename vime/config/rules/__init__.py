@@ -1,6 +1,6 @@
 """Rules that a configuration must keep, in the order in which their messages are shown, and warnings."""
 
-from vime.config.rules import batches, doubts, evaluation, files, layout, model, presence, ranges, supported
+from vime.config.rules import batches, doubts, evaluation, files, fixed, layout, model, presence, ranges, supported
 from vime.config.rules.base import Rule, Violation
 
 RULES: tuple[Rule, ...] = (
@@ -8,6 +8,7 @@ RULES: tuple[Rule, ...] = (
     *ranges.RULES,
     *batches.RULES,
     *layout.RULES,
+    *fixed.RULES,
     *evaluation.RULES,
     *supported.RULES,
     *files.RULES,

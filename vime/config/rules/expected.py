@@ -48,6 +48,12 @@ def _llama3_factor(shape: ModelShape) -> float | None:
     return shape.rope_scaling.factor if isinstance(shape.rope_scaling, RopeScaling) else None
 
 
+def _softmax_before_choice(shape: ModelShape) -> bool | None:
+    """None without softmax: there the flag says nothing."""
+    moe = shape.moe
+    return None if moe is None or moe.score_function != "softmax" else not moe.normalize_weights
+
+
 def _expert_layers(shape: ModelShape) -> list[int] | None:
     """1 for each layer with experts, 0 for each without."""
     moe = shape.moe
@@ -101,6 +107,7 @@ EXPECTED: Mapping[str, Expected] = {
     ),
     "moe_router_topk": Expected("--moe-router-topk", _of_experts("top_k")),
     "moe_router_score_function": Expected("--moe-router-score-function", _of_experts("score_function")),
+    "moe_router_pre_softmax": Expected("--moe-router-pre-softmax", _softmax_before_choice),
     "moe_router_enable_expert_bias": Expected(
         "--moe-router-enable-expert-bias", lambda shape: bool(shape.moe and shape.moe.expert_bias)
     ),
@@ -116,6 +123,8 @@ def agrees(key: str, given: Any, expected: Any) -> bool:
     if key == "moe_layer_freq" and isinstance(given, int) and expected is not None:
         # every so many layers, from the first one on
         return bool(given > 0 and expected == [int(layer % given == 0) for layer in range(len(expected))])
+    if key == "moe_router_pre_softmax" and expected is None:
+        return True
     if isinstance(given, float) and isinstance(expected, float):
         # equal as 32-bit numbers: converted models say 9.999999747e-06 for 1e-5
         return math.isclose(given, expected, rel_tol=1e-6)
