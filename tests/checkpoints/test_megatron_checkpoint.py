@@ -9,7 +9,7 @@ import pickle
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -167,6 +167,32 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
     learner = Learner(make_model(tmp_path / "hf"), "--fp32")
     with pytest.raises(UserError, match="is not a Megatron checkpoint, neither in torch_dist nor in torch format"):
         resume(tmp_path / "iter", learner)
+
+
+@pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
+@pytest.mark.parametrize("saved_with", [True, False], ids=["saved with", "saved without"])
+def test_the_other_kind_of_optimizer_is_refused_by_its_flag(
+    tmp_path: Path, ckpt_format: Literal["torch_dist", "torch"], saved_with: bool
+) -> None:
+    from vime.training.checkpoint import load_weights, save_megatron
+
+    hf_dir = make_model(tmp_path / "hf")
+    flags: list[list[str]] = [[], ["--use-distributed-optimizer"]]
+    learner, other = Learner(hf_dir, "--fp32", *flags[saved_with]), Learner(hf_dir, "--fp32", *flags[not saved_with])
+    (tmp_path / "checkpoint").mkdir()
+    learner.learn(1)
+    save_megatron(
+        tmp_path / "checkpoint", learner.chunks, learner.optimizer, learner.scheduler, ckpt_format=ckpt_format
+    )
+    untouched = other.weights()
+    was, now = ("with", "without") if saved_with else ("without", "with")
+    said = f"was saved {was} --use-distributed-optimizer and this run is {now}: resume {was} the flag, or start anew"
+    with pytest.raises(UserError, match=said):
+        resume(tmp_path / "checkpoint", other)
+    assert all(torch.equal(tensor, untouched[name]) for name, tensor in other.weights().items())
+    load_weights(tmp_path / "checkpoint", other.chunks)
+    saved = learner.weights()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in other.weights().items())
 
 
 class Evil:

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from vime.errors import UserError
 from vime.models.torch_dist import METADATA, fused_norm_name, read_metadata
 from vime.platform.megatron_objects import load_plain_objects
+from vime.training.optimizer_kind import check_kind, is_distributed, optimizers_of
 from vime.training.optimizer_parts import parts_of, plain_values, state_of
 from vime.training.rank_state import layout, random_states, set_random_states
 from vime.training.safe_load import safe_load
@@ -43,6 +44,7 @@ from vime.training.weights_io import unwrap
 
 __all__ = ["Loaded", "load_megatron", "load_weights", "save_megatron", "weights_of"]
 
+DISTRIBUTED = "distributed_optimizer"  # in the note on the content
 NAMED_IN_MESSAGES = 5
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,8 @@ def save_megatron(
     state["random_states"] = _sharded_random_states()
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     content = {"layout": layout(), "optimizer": optimizer is not None, "scheduler": scheduler is not None}
+    if optimizer is not None:
+        content[DISTRIBUTED] = is_distributed(optimizer)
     dist_checkpointing.save(
         state, str(directory), FullyParallelSaveStrategyWrapper(_PlainSave(), replicas), content_metadata=content
     )
@@ -94,15 +98,18 @@ def load_megatron(
     Without optimizer state in the checkpoint the optimizer starts anew from the loaded weights, with a warning.
 
     Raises:
-        UserError: it is not a checkpoint, or one of another model, or in torch format and of another layout.
+        UserError: it is not a checkpoint, or one of another model or of the other kind of optimizer, or in torch format
+            and of another layout.
     """
     if is_torch_checkpoint(Path(directory)):
         has_optimizer, has_random_states = load_torch(Path(directory), model_chunks, optimizer, scheduler)
         _load_optimizer(None if has_optimizer else optimizer, None, directory)
         return Loaded(optimizer=has_optimizer, random_states=has_random_states)
     content = _content(Path(directory))
-    state = _wanted_state(Path(directory), model_chunks)
     has_optimizer = optimizer is not None and content.get("optimizer", False)
+    if has_optimizer:
+        check_kind(directory, content.get(DISTRIBUTED), optimizer)
+    state = _wanted_state(Path(directory), model_chunks)
     if has_optimizer:
         state["optimizer"] = _optimizer_state(optimizer, state, model_chunks, is_loading=True)
     plain = plain_values(state["optimizer"]) if has_optimizer and _has_experts(model_chunks) else None
@@ -208,7 +215,7 @@ def _load_model_state(model_chunks: Sequence[Any], loaded: dict[str, Any]) -> No
 
 
 def _optimizer_state(optimizer: Any, state: dict[str, Any], model_chunks: Sequence[Any], *, is_loading: bool) -> Any:
-    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for each in optimizers_of(optimizer):
         each.init_state_fn(each.optimizer, each.config)  # moments of zero, where no step has made them yet
     keys = _model_keys(len(model_chunks))
     model_state = state["model"] if len(keys) == 1 else {key: state[key] for key in keys}

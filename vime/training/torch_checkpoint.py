@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from vime.errors import UserError
 from vime.models.torch_dist import fused_norm_name
+from vime.training.optimizer_kind import check_kind, is_distributed, optimizers_of
 from vime.training.rank_state import layout, random_states, set_random_states
 from vime.training.safe_load import safe_load
 from vime.training.weights_io import unwrap
@@ -32,14 +32,16 @@ FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 VERSION = 3.0  # of Megatron-LM's names
 LAYOUT = "vime_layout"
+DISTRIBUTED = "vime_distributed_optimizer"
 FLAGS = {
     "tensor": "--tensor-model-parallel-size",
     "pipeline": "--pipeline-model-parallel-size",
     "expert": "--expert-model-parallel-size",
+    "expert_tensor": "--expert-tensor-parallel-size",
     "context": "--context-parallel-size",
     "world": "number of training slots",
 }
-OF_WEIGHTS = ("tensor", "pipeline", "expert")  # what the weights alone depend on
+OF_WEIGHTS = ("tensor", "pipeline", "expert", "expert_tensor")  # what the weights alone depend on
 NAMED_IN_MESSAGES = 5
 
 
@@ -53,27 +55,29 @@ def save_torch(directory: Path, model_chunks: Sequence[Any], optimizer: Any | No
     Raises:
         UserError: expert tensor parallelism cuts experts otherwise than the rest, for which the format has no names.
     """
-    expert_tensor = parallel_state.get_expert_tensor_parallel_world_size()
-    if expert_tensor not in (1, layout()["tensor"]):
+    sizes = _sizes()
+    expert_tensor = sizes["expert_tensor"]
+    if expert_tensor not in (1, sizes["tensor"]):
         raise UserError(f"--ckpt-format torch does not go with --expert-tensor-parallel-size {expert_tensor}")
     folder = directory / _name()
     states: list[Any] = [None] * _replicas().size()
     dist.all_gather_object(states, random_states(), group=_replicas())
     state = {
         "checkpoint_version": VERSION,
-        LAYOUT: layout(),
+        LAYOUT: sizes,
         **{key: unwrap(chunk).state_dict() for key, chunk in zip(_keys(model_chunks), model_chunks, strict=True)},
         "rng_state": states,
     }
     if optimizer is not None:
         _allocate(optimizer)
         state["optimizer"] = optimizer.state_dict()
+        state[DISTRIBUTED] = is_distributed(optimizer)
     if scheduler is not None:
         state["opt_param_scheduler"] = scheduler.state_dict()
     folder.mkdir(exist_ok=True)
     if _writes():
         torch.save(state, folder / FILE)
-    if optimizer is not None and _is_distributed(optimizer):
+    if optimizer is not None and is_distributed(optimizer):
         optimizer.save_parameter_state(str(folder / OPTIMIZER_FILE))
     dist.barrier()
 
@@ -92,24 +96,30 @@ def load_torch(
         whether there was optimizer state, and whether there were random states.
 
     Raises:
-        UserError: it is of another layout or model, or would run code.
+        UserError: it is of another layout, model or kind of optimizer, or would run code.
     """
     state = _read(directory, _name(), OF_WEIGHTS if weights_only else tuple(FLAGS))
+    has_optimizer = optimizer is not None and "optimizer" in state and not weights_only
+    if has_optimizer:
+        check_kind(directory, state.get(DISTRIBUTED), optimizer)
     for key, chunk in zip(_keys(model_chunks), model_chunks, strict=True):
         _load_chunk(unwrap(chunk), state.get(key), directory)
     if weights_only:
         return False, False
-    has_optimizer = optimizer is not None and "optimizer" in state
     if optimizer is not None and has_optimizer:
         _allocate(optimizer)
         optimizer.load_state_dict(state["optimizer"])
-        if _is_distributed(optimizer):
+        if is_distributed(optimizer):
             optimizer.load_parameter_state(str(directory / _name() / OPTIMIZER_FILE))
     if scheduler is not None and "opt_param_scheduler" in state:
         scheduler.load_state_dict(state["opt_param_scheduler"])
     if LAYOUT in state:
         set_random_states(state["rng_state"][_replicas().rank()])
     return has_optimizer, LAYOUT in state
+
+
+def _sizes() -> dict[str, int]:
+    return layout() | {"expert_tensor": parallel_state.get_expert_tensor_parallel_world_size()}
 
 
 def _name() -> str:
@@ -139,17 +149,9 @@ def _keys(model_chunks: Sequence[Any]) -> list[str]:
     return ["model"] if len(model_chunks) == 1 else [f"model{i}" for i in range(len(model_chunks))]
 
 
-def _optimizers(optimizer: Any) -> list[Any]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
-def _is_distributed(optimizer: Any) -> bool:
-    return any(isinstance(each, DistributedOptimizer) for each in _optimizers(optimizer))
-
-
 def _allocate(optimizer: Any) -> None:
     """Moments of zero, where no step has made them yet."""
-    for each in _optimizers(optimizer):
+    for each in optimizers_of(optimizer):
         each.init_state_fn(each.optimizer, each.config)
 
 
@@ -158,7 +160,7 @@ def _read(directory: Path, name: str, compared: Sequence[str]) -> dict[str, Any]
     path = directory / name / FILE
     any_path = path if path.is_file() else min(directory.glob(f"mp_rank_*/{FILE}"))
     state = _load(any_path)
-    saved, here = _layout_of(state), layout()
+    saved, here = _layout_of(state), _sizes()
     if any_path != path or any(saved.get(key, here[key]) != here[key] for key in compared):
         raise UserError(
             f"{directory} was saved with {_told(saved)} and this run has {_told(here)}: a torch checkpoint needs the "
@@ -178,9 +180,9 @@ def _layout_of(state: Mapping[str, Any]) -> dict[str, int]:
     if LAYOUT in state:
         return dict(state[LAYOUT])
     args = vars(state.get("args", argparse.Namespace()))
-    names = {key: f"{key}_model_parallel_size" for key in OF_WEIGHTS}
-    names |= {"context": "context_parallel_size", "world": "world_size"}
-    return {key: args[name] for key, name in names.items() if name in args}
+    names = {key: f"{key}_model_parallel_size" for key in ("tensor", "pipeline", "expert")}
+    names |= {key: f"{key}_parallel_size" for key in ("expert_tensor", "context")} | {"world": "world_size"}
+    return {key: args[name] for key, name in names.items() if args.get(name) is not None}
 
 
 def _told(sizes: Mapping[str, int]) -> str:

@@ -1,0 +1,35 @@
+"""Which of Megatron's two kinds of optimizer a checkpoint is of: neither can load what the other saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from vime.errors import UserError
+
+__all__ = ["check_kind", "is_distributed", "optimizers_of"]
+
+
+def optimizers_of(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def is_distributed(optimizer: Any) -> bool:
+    return any(isinstance(each, DistributedOptimizer) for each in optimizers_of(optimizer))
+
+
+def check_kind(directory: Path | str, saved: bool | None, optimizer: Any) -> None:
+    """Raises a UserError unless the state in ``directory`` is of this kind of optimizer. Needs no other rank.
+
+    Args:
+        saved: whether the distributed optimizer saved it; None where nobody noted that.
+    """
+    if saved is None or saved == is_distributed(optimizer):
+        return
+    was, now = ("with", "without") if saved else ("without", "with")
+    raise UserError(
+        f"{directory}: its optimizer state was saved {was} --use-distributed-optimizer and this run is {now}: resume "
+        f"{was} the flag, or start anew from the weights by --ref-load"
+    )
