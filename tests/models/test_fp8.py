@@ -93,3 +93,22 @@ def test_another_quantisation_is_told(tmp_path: Path) -> None:
     quantise(make_model(tmp_path, dtype="bfloat16"), "awq")
     with pytest.raises(UserError, match=r"config\.json: quantization_config with quant_method='awq'"):
         HfWeights(tmp_path)
+
+
+def test_a_weight_in_8_bits_without_a_scale_is_told(tmp_path: Path) -> None:
+    """Numbers of 8 bits mean nothing without what they are multiplied by."""
+    quantise(make_model(tmp_path, dtype="bfloat16"))
+    name = "model.layers.0.mlp.gate_proj.weight"
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors[f"{name}_scale_inv"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    said = rf"do not fit its config\.json: tensors in 8 bits without their scales, \*_scale_inv: {name}$"
+    with HfWeights(tmp_path) as weights, pytest.raises(UserError, match=said):
+        weights.check_model(load_shape(tmp_path))
+    save_file({name: tensor for name, tensor in tensors.items() if not name.endswith("_scale_inv")}, path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with HfWeights(tmp_path) as weights, pytest.raises(UserError, match=r"8 bits without .* and \d+ more$"):
+        weights.check_model(load_shape(tmp_path))

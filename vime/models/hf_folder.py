@@ -117,7 +117,8 @@ class HfWeights:
             ignorable: names that may be there although nothing needs them.
 
         Raises:
-            UserError: tensors are missing, unexpected or of another shape; the message names them.
+            UserError: tensors are missing, unexpected, of another shape, or in 8 bits without scales; the message names
+                them.
         """
         names = {tensor.name for tensor in expected}
         missing = [tensor.name for tensor in expected if tensor.name not in self._files]
@@ -128,10 +129,12 @@ class HfWeights:
             for tensor in expected
             if tensor.name in self._files and self.shape(tensor.name) != tensor.shape
         ]
+        bare = [name for name in names if name in self._files and self.dtype(name).startswith("float8")]
         problems = [
             ("missing tensors", missing),
             ("unexpected tensors", unexpected),
             ("tensors of a wrong shape", wrong),
+            (f"tensors in 8 bits without their scales, *{SCALE_SUFFIX}", sorted(bare)),
         ]
         told = "; ".join(f"{what}: {_some(items)}" for what, items in problems if items)
         if told:
