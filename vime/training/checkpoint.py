@@ -32,12 +32,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from vime.errors import UserError
+from vime.errors import UserError, check_same_model
 from vime.models.torch_dist import METADATA, fused_norm_name, read_metadata
 from vime.platform.megatron_objects import load_plain_objects
-from vime.training.optimizer_kind import check_kind, is_distributed, optimizers_of
+from vime.training.optimizer_kind import allocate_moments, check_kind, is_distributed
 from vime.training.optimizer_parts import parts_of, plain_values, state_of
-from vime.training.rank_state import layout, random_states, set_random_states
+from vime.training.rank_state import layout, model_keys, random_states, set_random_states
 from vime.training.safe_load import safe_load
 from vime.training.torch_checkpoint import is_torch_checkpoint, load_torch, save_torch
 from vime.training.weights_io import unwrap
@@ -45,7 +45,6 @@ from vime.training.weights_io import unwrap
 __all__ = ["Loaded", "load_megatron", "load_weights", "save_megatron", "weights_of"]
 
 DISTRIBUTED = "distributed_optimizer"  # in the note on the content
-NAMED_IN_MESSAGES = 5
 
 logger = logging.getLogger(__name__)
 
@@ -180,11 +179,7 @@ def _metadata() -> dict[str, Any]:
 def _model_state(model_chunks: Sequence[Any]) -> dict[str, Any]:
     """Sharded state of the model: ``model``, or ``model0``, ``model1`` … of virtual pipeline stages."""
     states = [unwrap(chunk).sharded_state_dict(metadata=_metadata()) for chunk in model_chunks]
-    return dict(zip(_model_keys(len(model_chunks)), states, strict=True))
-
-
-def _model_keys(chunks: int) -> list[str]:
-    return ["model"] if chunks == 1 else [f"model{i}" for i in range(chunks)]
+    return dict(zip(model_keys(model_chunks), states, strict=True))
 
 
 def _wanted_state(directory: Path, model_chunks: Sequence[Any]) -> dict[str, Any]:
@@ -208,16 +203,15 @@ def _wanted_state(directory: Path, model_chunks: Sequence[Any]) -> dict[str, Any
 
 
 def _load_model_state(model_chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
-    for chunk, key in zip(model_chunks, _model_keys(len(model_chunks)), strict=True):
+    for chunk, key in zip(model_chunks, model_keys(model_chunks), strict=True):
         missing, unexpected = unwrap(chunk).load_state_dict(loaded[key], strict=False)
         forgotten = [name for name in missing if not name.endswith("_extra_state")]
         assert not forgotten and not unexpected, (forgotten, unexpected)
 
 
 def _optimizer_state(optimizer: Any, state: dict[str, Any], model_chunks: Sequence[Any], *, is_loading: bool) -> Any:
-    for each in optimizers_of(optimizer):
-        each.init_state_fn(each.optimizer, each.config)  # moments of zero, where no step has made them yet
-    keys = _model_keys(len(model_chunks))
+    allocate_moments(optimizer)
+    keys = model_keys(model_chunks)
     model_state = state["model"] if len(keys) == 1 else {key: state[key] for key in keys}
     sharded = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_metadata())
     return parts_of(optimizer, sharded) if _has_experts(model_chunks) else sharded
@@ -266,9 +260,7 @@ def _check_tensors(directory: Path, there: Mapping[str, ShardedTensor], state: d
     """Says which of the model's tensors the checkpoint lacks or has in another shape, before any is read."""
     found = (_problem(tensor, there.get(tensor.key), tokens) for tensor in _sharded_tensors(state))
     problems = [problem for problem in found if problem]
-    if problems:
-        shown, rest = "; ".join(problems[:NAMED_IN_MESSAGES]), len(problems) - NAMED_IN_MESSAGES
-        raise UserError(f"{directory} is of another model: {shown}" + (f"; {rest} more" if rest > 0 else ""))
+    check_same_model(directory, problems)
 
 
 def _sharded_tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:

@@ -19,7 +19,7 @@ from vime.config import Config
 from vime.config.parse import resolve
 from vime.config.reading import read
 from vime.config.rules import files, layout, model
-from vime.errors import UserError
+from vime.errors import UserError, check_same_model
 from vime.models import HfTensor, ModelShape, WeightRule, hf_tensors, load_shape, weight_map
 from vime.models.hf_folder import (
     HfWeights,
@@ -46,7 +46,6 @@ PRECISION_FLAGS = {"bfloat16": "--bf16", "float16": "--fp16", "float32": "--fp32
 EMBEDDING = "embedding.word_embeddings.weight"
 CONVERTED = 0  # the iteration under which converted weights are stored
 COMMON = {"content_metadata": {"optimizer": False, "scheduler": False}}  # see vime.training.checkpoint
-NAMED_IN_MESSAGES = 5
 
 T = TypeVar("T")
 
@@ -211,9 +210,7 @@ def _taken_apart(
 def _check_fits(reader: TorchDistReader, shape: ModelShape) -> None:
     """Says which parameters the checkpoint lacks or has in another shape, before any is read."""
     problems = [problem for rule in weight_map(shape) if (problem := _problem(reader, rule, shape))]
-    if problems:
-        shown, rest = "; ".join(problems[:NAMED_IN_MESSAGES]), len(problems) - NAMED_IN_MESSAGES
-        raise UserError(f"{reader.folder} is of another model: {shown}" + (f"; {rest} more" if rest > 0 else ""))
+    check_same_model(reader.folder, problems)
 
 
 def _problem(reader: TorchDistReader, rule: WeightRule, shape: ModelShape) -> str | None:

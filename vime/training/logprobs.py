@@ -10,7 +10,7 @@ Shape suffixes: t wanted tokens, h hidden size, v rows of the vocabulary on this
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -126,28 +126,13 @@ def _blocks(tokens: int, width: int, elements: int) -> list[slice]:
     return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]
 
 
-class _Softmax(Protocol):
-    """What is computed of the logits of one block [T, V], which both methods may overwrite."""
+def _softmax(tokens: int, vocabulary: Vocabulary, scale: float, device: torch.device) -> _FusedSoftmax | _SlicedSoftmax:
+    """What computes with the logits of one block [T, V], by two methods that may overwrite them.
 
-    def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probability of the targets, entropy, and logarithm of the softmax's denominator; each float32 [T]."""
-
-    def to_gradient_(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        log_sums: Tensor,
-        entropy: Tensor,
-        d_chosen: Tensor | None,
-        d_entropy: Tensor | None,
-    ) -> None:
-        """Replaces the logits by their gradient, from those of the log-probabilities and of the entropies.
-
-        For a log-probability it is ``1[j = target] - p_j``, for an entropy ``-p_j (log p_j + entropy)``.
-        """
-
-
-def _softmax(tokens: int, vocabulary: Vocabulary, scale: float, device: torch.device) -> _Softmax:
+    ``statistics`` gives the log-probability of the targets, the entropy, and the logarithm of the denominator; each
+    float32 [T]. ``to_gradient_`` replaces the logits by their gradient, from those of the log-probabilities
+    (``1[j = target] - p_j``) and of the entropies (``-p_j (log p_j + entropy)``).
+    """
     if current().fused_kernels:
         return _FusedSoftmax(vocabulary, scale)
     return _SlicedSoftmax(tokens, vocabulary, scale, device)
@@ -171,8 +156,7 @@ class _FusedSoftmax:
             (mine.chosen, mine.denominator * shrink, (mine.weighted + shift * mine.denominator) * shrink)
         )
         chosen, total, weighted = self.vocabulary.sum(sums)
-        log_total = total.log()
-        return chosen - peak - log_total, log_total - weighted / total, log_total + peak
+        return _of_sums(chosen - peak, total, weighted, peak)
 
     def to_gradient_(
         self,
@@ -245,6 +229,12 @@ def _statistics(
     denominator = weights.sum(-1)
     sums = torch.stack((chosen, denominator, weights.mul_(scores).sum(-1)))
     chosen, total, weighted = vocabulary.sum(sums)
+    return _of_sums(chosen, total, weighted, peak)
+
+
+def _of_sums(chosen: Tensor, total: Tensor, weighted: Tensor, peak: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The statistics of a row, from its scores relative to the peak: the target's, and the sums of ``exp(s)`` and
+    ``s exp(s)``."""
     log_total = total.log()
     return chosen - log_total, log_total - weighted / total, log_total + peak
 

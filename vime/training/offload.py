@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vime.platform import current
+from vime.training.optimizer_kind import optimizers_of
 
 __all__ = ["Offloader", "Part"]
 
@@ -77,7 +78,7 @@ class Offloader:
 
 def _states(optimizer: Any) -> Iterator[Tensor]:
     """Main weights and moments."""
-    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for each in optimizers_of(optimizer):
         inner = each.optimizer
         for group in inner.param_groups:
             yield from (parameter.data for parameter in group["params"])

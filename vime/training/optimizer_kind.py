@@ -9,11 +9,17 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from vime.errors import UserError
 
-__all__ = ["check_kind", "is_distributed", "optimizers_of"]
+__all__ = ["allocate_moments", "check_kind", "is_distributed", "optimizers_of"]
 
 
 def optimizers_of(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def allocate_moments(optimizer: Any) -> None:
+    """Moments of zero, where no step has made them yet."""
+    for each in optimizers_of(optimizer):
+        each.init_state_fn(each.optimizer, each.config)
 
 
 def is_distributed(optimizer: Any) -> bool:

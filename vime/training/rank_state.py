@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-__all__ = ["layout", "random_states", "set_random_states"]
+__all__ = ["layout", "model_keys", "random_states", "set_random_states"]
 
 
 def layout() -> dict[str, int]:
@@ -23,6 +23,11 @@ def layout() -> dict[str, int]:
         "context": parallel_state.get_context_parallel_world_size(),
         "expert": parallel_state.get_expert_model_parallel_world_size(),
     }
+
+
+def model_keys(chunks: Sequence[Any]) -> list[str]:
+    """Names of the model chunks in a checkpoint: ``model``, or ``model0``, ``model1`` … of virtual pipeline stages."""
+    return ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
 
 
 def random_states() -> dict[str, Any]:

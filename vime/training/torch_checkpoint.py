@@ -19,10 +19,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from vime.errors import UserError
+from vime.errors import UserError, check_same_model
 from vime.models.torch_dist import fused_norm_name
-from vime.training.optimizer_kind import check_kind, is_distributed, optimizers_of
-from vime.training.rank_state import layout, random_states, set_random_states
+from vime.training.optimizer_kind import allocate_moments, check_kind, is_distributed
+from vime.training.rank_state import layout, model_keys, random_states, set_random_states
 from vime.training.safe_load import safe_load
 from vime.training.weights_io import unwrap
 
@@ -42,7 +42,6 @@ FLAGS = {
     "world": "number of training slots",
 }
 OF_WEIGHTS = ("tensor", "pipeline", "expert", "expert_tensor")  # what the weights alone depend on
-NAMED_IN_MESSAGES = 5
 
 
 def is_torch_checkpoint(directory: Path) -> bool:
@@ -65,11 +64,11 @@ def save_torch(directory: Path, model_chunks: Sequence[Any], optimizer: Any | No
     state = {
         "checkpoint_version": VERSION,
         LAYOUT: sizes,
-        **{key: unwrap(chunk).state_dict() for key, chunk in zip(_keys(model_chunks), model_chunks, strict=True)},
+        **{key: unwrap(chunk).state_dict() for key, chunk in zip(model_keys(model_chunks), model_chunks, strict=True)},
         "rng_state": states,
     }
     if optimizer is not None:
-        _allocate(optimizer)
+        allocate_moments(optimizer)
         state["optimizer"] = optimizer.state_dict()
         state[DISTRIBUTED] = is_distributed(optimizer)
     if scheduler is not None:
@@ -102,12 +101,12 @@ def load_torch(
     has_optimizer = optimizer is not None and "optimizer" in state and not weights_only
     if has_optimizer:
         check_kind(directory, state.get(DISTRIBUTED), optimizer)
-    for key, chunk in zip(_keys(model_chunks), model_chunks, strict=True):
+    for key, chunk in zip(model_keys(model_chunks), model_chunks, strict=True):
         _load_chunk(unwrap(chunk), state.get(key), directory)
     if weights_only:
         return False, False
     if optimizer is not None and has_optimizer:
-        _allocate(optimizer)
+        allocate_moments(optimizer)
         optimizer.load_state_dict(state["optimizer"])
         if is_distributed(optimizer):
             optimizer.load_parameter_state(str(directory / _name() / OPTIMIZER_FILE))
@@ -143,16 +142,6 @@ def _writes() -> bool:
 def _replicas() -> dist.ProcessGroup:
     group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return group
-
-
-def _keys(model_chunks: Sequence[Any]) -> list[str]:
-    return ["model"] if len(model_chunks) == 1 else [f"model{i}" for i in range(len(model_chunks))]
-
-
-def _allocate(optimizer: Any) -> None:
-    """Moments of zero, where no step has made them yet."""
-    for each in optimizers_of(optimizer):
-        each.init_state_fn(each.optimizer, each.config)
 
 
 def _read(directory: Path, name: str, compared: Sequence[str]) -> dict[str, Any]:
@@ -197,9 +186,7 @@ def _load_chunk(model: torch.nn.Module, saved: Mapping[str, Any] | None, directo
     wanted = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     found = {name: saved.get(name, saved.get(fused_norm_name(name))) for name in wanted}
     problems = [problem for name in wanted if (problem := _problem(name, wanted[name], found[name]))]
-    if problems:
-        shown, rest = "; ".join(problems[:NAMED_IN_MESSAGES]), len(problems) - NAMED_IN_MESSAGES
-        raise UserError(f"{directory} is of another model: {shown}" + (f"; {rest} more" if rest > 0 else ""))
+    check_same_model(directory, problems)
     model.load_state_dict(found, strict=False)
 
 
