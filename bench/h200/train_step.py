@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench.h200.model import QWEN3_4B, make_folder
 from bench.training.vime_side import make_worker
-from vime.config import parse_config
+from vime.config import Config, parse_config
 from vime.types import TrainBatch, TrainSample, TrainStep
 
 PEAK = 989e12
@@ -78,6 +78,19 @@ def operations(batch: TrainBatch, parameters: int) -> float:
     return 6.0 * parameters * tokens + 6.0 * 36 * squares * 32 * 128
 
 
+def make_config(folder: Path, *flags: str) -> Config:
+    """A configuration for the model in the folder, which is made where it is not there yet."""
+    if not (folder / "model.safetensors").is_file():
+        make_folder(folder, dict(QWEN3_4B))
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text('{"input": "1 + 1", "label": "2"}\n')
+    argv = ["--hf-checkpoint", str(folder), "--prompt-data", str(prompts), "--label-key", "label"]
+    argv += ["--rm-type", "math", "--rollout-batch-size", "8", "--n-samples-per-prompt", "1", "--num-rollout", "100"]
+    argv += ["--rollout-max-response-len", "4096", "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"]
+    argv += ["--lr", "1e-6", *flags]
+    return parse_config(argv)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--recompute", default="none", help="none, full, mlp, or a number of layers")
@@ -87,17 +100,9 @@ def main() -> None:
     ours, rest = parser.parse_known_args()
     import torch
 
-    if not (ours.folder / "model.safetensors").is_file():
-        make_folder(ours.folder, dict(QWEN3_4B))
-    prompts = ours.folder / "prompts.jsonl"
-    prompts.write_text('{"input": "1 + 1", "label": "2"}\n')
     recompute = RECOMPUTE.get(ours.recompute) if not ours.recompute.isdigit() else block(int(ours.recompute))
     assert recompute is not None, ours.recompute
-    argv = ["--hf-checkpoint", str(ours.folder), "--prompt-data", str(prompts), "--label-key", "label"]
-    argv += ["--rm-type", "math", "--rollout-batch-size", "8", "--n-samples-per-prompt", "1", "--num-rollout", "100"]
-    argv += ["--rollout-max-response-len", "4096", "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"]
-    argv += ["--lr", "1e-6", *recompute, *rest]
-    config = parse_config(argv)
+    config = make_config(ours.folder, *recompute, *rest)
     begin = time.perf_counter()
     worker = make_worker(config)
     started = time.perf_counter() - begin
