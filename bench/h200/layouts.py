@@ -15,15 +15,18 @@ from pathlib import Path
 
 import torch
 
+from tests.training import test_expert_layouts as experts
 from tests.training.layouts import LAYOUTS, Matrix, Row
 from tests.training.test_layouts import BF16, TIED, UNTIED
 
 WIDE = {"num_hidden_layers": 4, "head_dim": 128}  # the width of a head for which there are kernels of our own
-ON_TWO = [name for name, layout in LAYOUTS.items() if layout.world_size == 2]
+ON_TWO = [name for name, layout in LAYOUTS.items() if layout.world_size == 2 and name not in experts.TWO]
+DENSE = [*ON_TWO, "dp2", "pp2 full"]
 ROWS: dict[str, Row] = {
-    "fp32, untied": dataclasses.replace(UNTIED, layouts=ON_TWO),
+    "fp32, untied": dataclasses.replace(UNTIED, layouts=DENSE),
     "fp32, tied": dataclasses.replace(TIED, layouts=["dp2 do overlap", "tp2 sp", "pp2", "pp2 vpp2", "cp2"]),
-    "bf16, untied": dataclasses.replace(BF16, overrides=WIDE, layouts=ON_TWO),
+    "fp32, experts": dataclasses.replace(experts.ROWS["glm4_moe, per sample"], layouts=experts.TWO),
+    "bf16, untied": dataclasses.replace(BF16, overrides=WIDE, layouts=DENSE),
 }
 
 

@@ -50,7 +50,7 @@ def experts_of(batch: MicroBatch, layer: int, worker: TrainWorker) -> torch.Tens
             parallel_state.get_tensor_model_parallel_rank()
         ]
     step = 1 + first % (experts - 1)
-    return ((first[:, None] + step[:, None] * torch.arange(chosen)) % experts).short()
+    return ((first[:, None] + step[:, None] * torch.arange(chosen, device=first.device)) % experts).short()
 
 
 SELECTIVE = recompute("selective") | {"megatron": {"recompute_modules": ["moe"]}}
