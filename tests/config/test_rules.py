@@ -89,6 +89,9 @@ RULES = {
     "--actor-num-gpus-per-node 2 --context-parallel-size 2 --transformer-impl transformer_engine": (
         "--context-parallel-size 2 needs --transformer-impl local: Transformer Engine cuts otherwise"
     ),
+    "--fp32 --gradient-accumulation-fusion": (
+        "--gradient-accumulation-fusion needs --bf16 or --fp16: with --fp32 there is nothing to widen"
+    ),
     "--fp16 --fp32": "exactly one of --bf16, --fp16 and --fp32 must hold, not --fp16 and --fp32",
     "--bf16 --fp32": "exactly one of --bf16, --fp16 and --fp32 must hold, not --bf16 and --fp32",
     "--no-bf16": "exactly one of --bf16, --fp16 and --fp32 must hold, not none",

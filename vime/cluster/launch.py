@@ -20,7 +20,7 @@ from vime.cluster.calls import RemoteError
 from vime.cluster.job import Job
 from vime.cluster.memory import PeakMemory
 from vime.cluster.record import open_record, resume_command
-from vime.cluster.session import ray_session
+from vime.cluster.session import check_devices, ray_session
 from vime.cluster.supervision import supervised
 from vime.config import Config
 from vime.errors import UserError
@@ -53,6 +53,7 @@ async def run(config: Config) -> None:
         record = stack.enter_context(open_record(config, total=prompts.num_rollout(config)))
         with record.report.phase("start"):
             slots = stack.enter_context(ray_session(needed_slots(config)))
+            check_devices(config, slots)
             stack.enter_context(sigterm_cancels())
             job = Job(config, prompts, record, slots)
             stack.push_async_callback(job.stop)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import psutil
 import ray
 
+from vime.config import Config
 from vime.errors import UserError
 
 OBJECT_STORE_BYTES = 512 * 2**20  # batches of token ids are small; Ray's default would take 30 % of the memory
@@ -61,3 +62,11 @@ def _slots(needed: int, cores: int) -> Slots:
     if total < needed:
         raise UserError(f"the cluster has {total} {kind} slots, this run needs {needed}")
     return Slots(kind=kind, total=total, threads=max(1, cores // needed) if kind == "CPU" else 1)
+
+
+def check_devices(config: Config, slots: Slots) -> None:
+    """Raises a UserError for a flag that only GPUs can follow, where there are none."""
+    if slots.kind == "CPU" and config.megatron.get("gradient_accumulation_fusion"):
+        raise UserError(
+            "--gradient-accumulation-fusion needs GPUs and there are none; without it, it is on where it can be"
+        )

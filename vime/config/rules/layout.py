@@ -115,6 +115,12 @@ def precision(config: Config) -> Iterator[Violation]:
         yield Violation(f"exactly one of --bf16, --fp16 and --fp32 must hold, not {said}", ("bf16", "fp16", "fp32"))
 
 
+def accumulating_products(config: Config) -> Iterator[Violation]:
+    """The product adds to a float32 buffer what it makes of narrower numbers. Whether there is a GPU is known later."""
+    if config.parallel.fp32 and config.megatron.get("gradient_accumulation_fusion"):
+        yield Violation("--gradient-accumulation-fusion needs --bf16 or --fp16: with --fp32 there is nothing to widen")
+
+
 def recomputation(config: Config) -> Iterator[Violation]:
     parallel = config.parallel
     granularity = parallel.recompute_granularity
@@ -180,6 +186,7 @@ RULES = (
     transformer_engine,
     low_precision,
     precision,
+    accumulating_products,
     recomputation,
     recomputed_units,
     debug_modes,
