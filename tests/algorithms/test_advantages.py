@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vime.algorithms import advantages
-from vime.algorithms.advantages import PackedSamples
+from vime.algorithms.advantages import AdvantageSettings, PackedSamples
 from vime.algorithms.whitening import whiten
 
 
@@ -27,8 +27,9 @@ def test_every_estimator_gives_each_response_token_an_advantage(name):
         lengths_n=torch.tensor([2, 1]),
         mask_t=torch.ones(3),
         log_probs_t=-torch.ones(3),
+        values_t=torch.zeros(3),
     )
-    assert advantages.get(name).advantages(samples).shape == (3,)
+    assert advantages.get(name).advantages(samples, AdvantageSettings()).shape == (3,)
 
 
 def test_grpo_normalizes_within_the_group():
@@ -43,7 +44,7 @@ def test_grpo_gives_every_token_of_a_sample_its_reward():
         lengths_n=torch.tensor([3, 0, 2]),
         mask_t=torch.tensor([1, 0, 1, 1, 1]),
     )
-    assert advantages.get("grpo").advantages(samples).tolist() == [1.5, 1.5, 1.5, -0.5, -0.5]
+    assert advantages.get("grpo").advantages(samples, AdvantageSettings()).tolist() == [1.5, 1.5, 1.5, -0.5, -0.5]
 
 
 def test_whitening_uses_trained_tokens_and_the_sample_variance():

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from numbers import Real
 
-__all__ = ["EQUAL_STD", "group_normalize", "has_signal", "zero_std_counts"]
+__all__ = ["EQUAL_STD", "check_finite", "group_normalize", "has_signal", "zero_std_counts"]
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation before the division."""
@@ -52,7 +52,7 @@ def group_normalize(rewards: Sequence[float], group_ids: Sequence[Hashable], *, 
 
 def has_signal(rewards: Sequence[float]) -> bool:
     """Whether the rewards of one group differ, so that group-relative advantages are not all 0."""
-    _check_finite(rewards)
+    check_finite(rewards)
     return _deviation(_centred(rewards)) > EQUAL_STD
 
 
@@ -72,14 +72,15 @@ def _groups(rewards: Sequence[float], group_ids: Sequence[Hashable]) -> dict[Has
     """The positions of the samples of each group, both in the order in which they come."""
     if len(rewards) != len(group_ids):
         raise ValueError(f"{len(rewards)} rewards do not match {len(group_ids)} group ids")
-    _check_finite(rewards)
+    check_finite(rewards)
     groups: defaultdict[Hashable, list[int]] = defaultdict(list)
     for position, group_id in enumerate(group_ids):
         groups[group_id].append(position)
     return groups
 
 
-def _check_finite(rewards: Sequence[object]) -> None:
+def check_finite(rewards: Sequence[object]) -> None:
+    """Raises ValueError for a reward that is not a finite number; the message names its position."""
     for position, reward in enumerate(rewards):
         if not (isinstance(reward, Real) and math.isfinite(reward)):
             raise ValueError(f"the reward at position {position} must be a finite number, not {reward!r}")

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from vime.algorithms import advantages, whitening
-from vime.algorithms.advantages import PackedSamples
+from vime.algorithms.advantages import AdvantageSettings, PackedSamples
 from vime.checkpoints import CheckpointStore, ResumePoint
 from vime.config import Config
 from vime.errors import UserError
@@ -233,7 +233,9 @@ class TrainWorker:
     def _advantages(
         self, packs: Sequence[MicroBatch], old: Sequence[Tensor | None], ref: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        estimator = advantages.get(self.config.algorithm.advantage_estimator)
+        algorithm = self.config.algorithm
+        estimator = advantages.get(algorithm.advantage_estimator)
+        settings = AdvantageSettings(kl_coef=algorithm.kl_coef, kl_kind=algorithm.kl_loss_type)
         found = [
             estimator.advantages(
                 PackedSamples(
@@ -242,11 +244,12 @@ class TrainWorker:
                     mask_t=pack.mask_t,
                     log_probs_t=old_log_probs,
                     ref_log_probs_t=ref_log_probs,
-                )
+                ),
+                settings,
             )
             for pack, old_log_probs, ref_log_probs in zip(packs, old, ref, strict=True)
         ]
-        if not self.config.algorithm.normalize_advantages:
+        if not algorithm.normalize_advantages:
             return found
         masks = torch.cat([pack.mask_t for pack in packs])
         whitened = whitening.whiten(torch.cat(found), masks, sum_over_ranks=_sum_over_data_parallel)

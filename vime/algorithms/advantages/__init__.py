@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from vime.algorithms.advantages.base import AdvantageEstimator, PackedSamples
+from vime.algorithms.advantages.base import AdvantageEstimator, AdvantageSettings, PackedSamples
 from vime.algorithms.advantages.grpo import Grpo
+from vime.algorithms.advantages.ppo import Ppo
 
-__all__ = ["AdvantageEstimator", "PackedSamples", "get", "names"]
+__all__ = ["AdvantageEstimator", "AdvantageSettings", "PackedSamples", "get", "names"]
 
-_ESTIMATORS: dict[str, AdvantageEstimator] = {"grpo": Grpo()}
+_ESTIMATORS: dict[str, AdvantageEstimator] = {"grpo": Grpo(), "ppo": Ppo()}
 
 
 def names() -> tuple[str, ...]:

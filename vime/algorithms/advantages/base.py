@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageSettings:
+    """What a user can set of the estimators; each takes what it knows of."""
+
+    gamma: float = 1.0  # --gamma: the discount of a step
+    lambd: float = 1.0  # --lambd: of generalized advantage estimation, between bias (0) and variance (1)
+    kl_coef: float = 0.0  # --kl-coef: of the KL divergence to the reference model in the rewards of tokens
+    kl_kind: str = "k1"  # --kl-loss-type: how it is estimated, one of ``vime.algorithms.kl.KINDS``
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSamples:
     """What an estimator may look at: N samples, their response tokens one after the other."""
 
@@ -24,10 +34,22 @@ class PackedSamples:
     mask_t: Tensor  # bool or 0/1, the tokens that are trained
     log_probs_t: Tensor | None = None  # float32, of the policy before the update
     ref_log_probs_t: Tensor | None = None  # float32, of the reference model
+    values_t: Tensor | None = None  # float32, of the critic before the update
 
     def per_token(self, values_n: Tensor) -> Tensor:
         """Repeats a value of each sample [n] over its tokens [t]."""
         return values_n.repeat_interleave(self.lengths_n, output_size=self.mask_t.numel())
+
+    def token_rewards(self, settings: AdvantageSettings) -> Tensor:
+        """Rewards of the single tokens [t]: the KL penalty of each, and the sample's reward at its last trained one."""
+        from vime.algorithms.gae import token_rewards
+        from vime.algorithms.kl import kl
+
+        penalties_t = None
+        if settings.kl_coef:
+            assert self.log_probs_t is not None and self.ref_log_probs_t is not None, "the KL needs both policies"
+            penalties_t = settings.kl_coef * kl(self.log_probs_t, self.ref_log_probs_t, settings.kl_kind).values_t
+        return token_rewards(self.rewards_n, self.mask_t, self.lengths_n, penalties_t=penalties_t)
 
 
 class AdvantageEstimator(ABC):
@@ -49,5 +71,5 @@ class AdvantageEstimator(ABC):
         """
 
     @abstractmethod
-    def advantages(self, samples: PackedSamples) -> Tensor:
+    def advantages(self, samples: PackedSamples, settings: AdvantageSettings) -> Tensor:
         """The advantage of each response token, float32 [t], masked tokens included."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from vime.algorithms.advantages.base import AdvantageEstimator, PackedSamples
+from vime.algorithms.advantages.base import AdvantageEstimator, AdvantageSettings, PackedSamples
 from vime.algorithms.rewards import group_normalize
 
 if TYPE_CHECKING:
@@ -24,5 +24,5 @@ class Grpo(AdvantageEstimator):
     ) -> list[float]:
         return group_normalize(rewards, group_ids, std=std)
 
-    def advantages(self, samples: PackedSamples) -> Tensor:
+    def advantages(self, samples: PackedSamples, settings: AdvantageSettings) -> Tensor:
         return samples.per_token(samples.rewards_n)
