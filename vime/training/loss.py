@@ -7,6 +7,7 @@ micro-batches and ranks gives exactly the value of the step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,10 @@ from vime.algorithms.kl import kl
 from vime.algorithms.policy_loss import ClipRange, policy_loss
 from vime.config import Config
 from vime.training.logprobs import TokenLogProbs
+from vime.training.model import answer_of, run
 from vime.training.packing import MicroBatch
-from vime.types import TrainStep
 
-__all__ = ["Given", "LossSettings", "Partial", "make_reduction", "policy_objective"]
+__all__ = ["Given", "LossSettings", "Partial", "PolicyObjective", "policy_objective"]
 
 ABS_DIFF = "train/train_rollout_logprob_abs_diff"
 
@@ -63,11 +64,22 @@ class Partial:
     maxima: dict[str, Tensor]
 
 
-def make_reduction(batch: MicroBatch, step: TrainStep, *, per_token: bool) -> reduce.Reduction:
-    """The weights of this micro-batch's tokens in the whole step."""
-    if per_token:
-        return reduce.per_token(batch.mask_t, num_tokens=step.num_tokens)
-    return reduce.per_sample(batch.mask_t, batch.lengths_n, num_samples=step.num_samples)
+@dataclass(frozen=True, slots=True)
+class PolicyObjective:
+    """Implements ``step.Objective`` for the actor."""
+
+    settings: LossSettings
+    temperature: float
+
+    @property
+    def per_token(self) -> bool:
+        return self.settings.per_token
+
+    def forward(self, chunk: Any, batch: MicroBatch) -> Tensor:
+        return run(chunk, batch, self.temperature, entropy_gradient=self.settings.entropy_coef != 0)
+
+    def loss(self, output: Tensor, batch: MicroBatch, given: Given, mean: reduce.Reduction) -> tuple[Tensor, Partial]:
+        return policy_objective(answer_of(output), batch, given, mean, self.settings)
 
 
 def policy_objective(

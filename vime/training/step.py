@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,34 +14,52 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
+from vime.algorithms import reduce
 from vime.training.forward import run_schedule
-from vime.training.loss import Given, LossSettings, Partial, make_reduction, policy_objective
-from vime.training.model import answer_of, run
+from vime.training.loss import Partial
 from vime.training.packing import MicroBatch
 from vime.types import TrainStep
 
-__all__ = ["Learner", "gather_parameters"]
+__all__ = ["Learner", "Objective", "gather_parameters"]
 
 logger = logging.getLogger(__name__)
 
-Work = tuple[MicroBatch, Given]
+G = TypeVar("G")
+Given = TypeVar("Given", contravariant=True)
+
+
+class Objective(Protocol[Given]):
+    """What a model learns: one forward pass, and a micro-batch's part of the loss of the whole step.
+
+    ``Given`` is what is known of the tokens of a micro-batch before its training pass.
+    """
+
+    @property
+    def per_token(self) -> bool:
+        """Whether tokens weigh alike, and not samples."""
+
+    def forward(self, chunk: Any, batch: MicroBatch) -> Tensor:
+        """The output of a (wrapped) model chunk."""
+
+    def loss(self, output: Tensor, batch: MicroBatch, given: Given, mean: reduce.Reduction) -> tuple[Tensor, Partial]:
+        """From the output of the last chunk to this micro-batch's part of the loss and of the metrics."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Learner:
+class Learner(Generic[G]):
     """What one optimizer step needs: the model, its optimizer and the objective."""
 
     chunks: Sequence[Any]
     optimizer: Any
     scheduler: Any
-    settings: LossSettings
-    temperature: float
+    objective: Objective[G]
+    prefix: str = "train/"  # of the names of its metrics
 
-    def step(self, work: Sequence[Work], step: TrainStep) -> dict[str, float]:
+    def step(self, work: Sequence[tuple[MicroBatch, G]], step: TrainStep) -> dict[str, float]:
         """One update from this rank's micro-batches; every rank returns the metrics of the whole step.
 
         A loss or gradient that is not finite leaves weights, moments and learning rate as they were, and is counted in
-        ``train/skipped_steps``.
+        ``skipped_steps``.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -53,34 +71,40 @@ class Learner:
         if updated:
             self.scheduler.step(increment=1)
         else:
-            logger.warning("step skipped: loss %s, gradient norm %s", metrics.get("train/loss"), norm)
+            logger.warning("step skipped: loss %s, gradient norm %s", metrics.get(f"{self.prefix}loss"), norm)
         return metrics | {
-            "train/grad_norm": norm,
-            "train/lr": learning_rate,
-            "train/skipped_steps": float(not updated),
+            f"{self.prefix}grad_norm": norm,
+            f"{self.prefix}lr": learning_rate,
+            f"{self.prefix}skipped_steps": float(not updated),
         }
 
-    def _forward(self, step: TrainStep, micro_batches: int) -> Callable[[Work, Any], Any]:
+    def _forward(self, step: TrainStep, micro_batches: int) -> Callable[[tuple[MicroBatch, G], Any], Any]:
         """Megatron divides a loss by the tokens that come with it (1 here), by the number of micro-batches, and its
         gradients by the ranks that average them. Ours is a part of a sum, so it is multiplied by all of that first.
         Context-parallel ranks are among those that average: they have the same loss, and each propagates a part."""
         ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         one = torch.ones((), dtype=torch.int)
 
-        def forward(work: Work, chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        def forward(work: tuple[MicroBatch, G], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             batch, given = work
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, Partial]:
-                mean = make_reduction(batch, step, per_token=self.settings.per_token)
-                value, partial = policy_objective(answer_of(output), batch, given, mean, self.settings)
+                mean = make_reduction(batch, step, per_token=self.objective.per_token)
+                value, partial = self.objective.loss(output, batch, given, mean)
                 return value * (micro_batches * ranks), one, partial
 
             if chunk.config.recompute_granularity == "full" and batch.segments.kept is None:
                 batch.segments.kept = {}  # several chunks of one rank share it
-            output = run(chunk, batch, self.temperature, entropy_gradient=self.settings.entropy_coef != 0)
-            return output, loss
+            return self.objective.forward(chunk, batch), loss
 
         return forward
+
+
+def make_reduction(batch: MicroBatch, step: TrainStep, *, per_token: bool) -> reduce.Reduction:
+    """The weights of this micro-batch's tokens in the whole step."""
+    if per_token:
+        return reduce.per_token(batch.mask_t, num_tokens=step.num_tokens)
+    return reduce.per_sample(batch.mask_t, batch.lengths_n, num_samples=step.num_samples)
 
 
 def gather_parameters(chunks: Sequence[Any]) -> None:

@@ -1,0 +1,216 @@
+"""One rank of a model that learns, from a configuration to its checkpoints: what actor and critic have in common."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from vime.checkpoints import CheckpointStore, ResumePoint
+from vime.config import Config
+from vime.errors import UserError
+from vime.models import load_shape
+from vime.platform import current
+from vime.training.build import build_optimizer, build_scheduler, make_rope, precision_fields
+from vime.training.checkpoint import load_megatron, load_weights, save_megatron
+from vime.training.layers.attention import tree_tokens
+from vime.training.offload import Offloader, Part
+from vime.training.packing import MicroBatch, Packer
+from vime.training.parallel import connect, context_part, disconnect, pack_multiple
+from vime.training.records import StartInfo
+from vime.training.step import Learner, Objective, gather_parameters
+from vime.types import TrainBatch, TrainResult
+
+__all__ = ["Clock", "ModelWorker", "Role", "sum_over_data_parallel"]
+
+G = TypeVar("G")
+
+Role: TypeAlias = Literal["actor", "critic"]
+
+
+class ModelWorker(ABC, Generic[G]):
+    """A plain class, for any process. ``start`` first; every other method is collective: all ranks call it alike.
+
+    A subclass says which model it is, where its weights come from, and what it learns: ``G`` is what is known of the
+    tokens of a micro-batch before the training pass.
+    """
+
+    role: ClassVar[Role]
+    metrics_prefix: ClassVar[str]
+
+    def __init__(self, config: Config, *, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
+        self.config = config
+        self._place = {"rank": rank, "world_size": world_size, "master_addr": master_addr, "master_port": master_port}
+
+    @abstractmethod
+    def _build(self) -> list[Any]:
+        """The model chunks of this rank, without weights."""
+
+    @abstractmethod
+    def _objective(self) -> Objective[G]:
+        """What a step minimises."""
+
+    @abstractmethod
+    def _resume_point(self) -> ResumePoint | None:
+        """The checkpoint to go on from, if there is one."""
+
+    @abstractmethod
+    def _load_start(self, resume: ResumePoint | None) -> None:
+        """Weights, before the optimizer copies them. A checkpoint with all that belongs to one is read afterwards."""
+
+    @abstractmethod
+    def _total_steps(self) -> int:
+        """Optimizer steps of the whole run, over which learning rates decay."""
+
+    @abstractmethod
+    def _given(self, packs: Sequence[MicroBatch], clock: Clock) -> list[G]:
+        """What training needs to know of each micro-batch, computed before any weight moves."""
+
+    def start(self) -> StartInfo:
+        """Joins the other ranks, builds the model and loads weights and optimizer state.
+
+        Raises:
+            UserError: a model or checkpoint cannot be loaded; the message says which and why.
+        """
+        config = self.config
+        self._device = connect(config, **self._place)  # type: ignore[arg-type]
+        self.shape = load_shape(config.checkpoint.hf_checkpoint)
+        self.chunks = self._build()
+        resume = self._load_all()
+        self._offloader = Offloader(self.chunks, self.optimizer)
+        self._packer = self._make_packer()
+        self._learner = Learner(
+            chunks=self.chunks,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            objective=self._objective(),
+            prefix=self.metrics_prefix,
+        )
+        return self._start_info(resume)
+
+    def train(self, batch: TrainBatch) -> TrainResult:
+        """Learns from this rank's share of a rollout; every rank returns the same metrics, one dict a step."""
+        clock = Clock()
+        with clock.phase("pack"):
+            steps = self._packs(batch)
+        packs = [pack for step in steps for pack in step]
+        given = self._given(packs, clock)
+        works = iter(zip(packs, given, strict=True))
+        with clock.phase("train"):
+            metrics = [
+                self._learner.step([next(works) for _ in packed], step)
+                for packed, step in zip(steps, batch.steps, strict=True)
+            ]
+            gather_parameters(self.chunks)
+        tokens = torch.tensor(float(sum(sample.total_length for sample in batch.samples)), dtype=torch.float64)
+        metrics[-1] |= clock.metrics(self.role, float(sum_over_data_parallel(tokens)))
+        return TrainResult(steps=tuple(metrics), seconds=clock.seconds)
+
+    def offload(self, part: Part) -> None:
+        """Frees the device memory of that part of the state until ``onload``."""
+        self._offloader.offload(part)
+
+    def onload(self, part: Part) -> None:
+        self._offloader.onload(part)
+
+    def save(self, directory: Path | str) -> None:
+        """Writes Megatron's part of a checkpoint into a folder that ``CheckpointStore.begin`` made."""
+        optimizer = None if self.config.checkpoint.no_save_optim else self.optimizer
+        save_megatron(directory, self.chunks, optimizer, self.scheduler, ckpt_format=self.config.checkpoint.ckpt_format)
+
+    def stop(self) -> None:
+        """Leaves the other ranks."""
+        disconnect()
+
+    def _load_all(self) -> ResumePoint | None:
+        """Weights, optimizer and scheduler; what there is to resume wins over every start."""
+        resume = self._resume_point()
+        self._load_start(resume)
+        self.optimizer = build_optimizer(self.chunks, self.config)
+        self.scheduler = build_scheduler(self.optimizer, self.config, total_steps=self._total_steps())
+        if resume is not None and not resume.weights_only:
+            load_megatron(resume.directory, self.chunks, self.optimizer, self.scheduler)
+        return resume
+
+    def _make_packer(self) -> Packer:
+        rope, part = make_rope(self.shape, self.config), context_part()
+        return Packer(
+            device=self._device,
+            dtype=precision_fields(self.config)["params_dtype"],
+            rope=rope,
+            multiple=pack_multiple(self.config.parallel),
+            tree_tokens=0 if rope is None or part is not None else tree_tokens(),  # only our attention knows branches
+            part=part,
+        )
+
+    def _packs(self, batch: TrainBatch) -> list[list[MicroBatch]]:
+        """The micro-batches of each step."""
+        return [
+            [self._packer.pack([batch.samples[i] for i in chosen]) for chosen in step.micro_batches]
+            for step in batch.steps
+        ]
+
+    def _start_info(self, resume: ResumePoint | None) -> StartInfo:
+        given = self.config.checkpoint.start_rollout_id
+        following = 0 if resume is None else resume.next_rollout_id
+        return StartInfo(
+            start_rollout_id=following if given is None else given,
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            is_reporter=dist.get_rank() == 0,
+            dtype=self.config.parallel.dtype_name,
+            resumed_from=None if resume is None else str(resume.directory),
+            state=None if resume is None else resume.state,
+        )
+
+
+def is_hf_folder(source: str) -> bool:
+    return (Path(source) / "config.json").is_file()
+
+
+def resume_point(load: str | None, ckpt_step: int | None) -> ResumePoint | None:
+    """What a root offers to go on from; a missing folder, or a Hugging Face one, is a fresh start."""
+    return None if load is None or is_hf_folder(load) else CheckpointStore(load).resolve(ckpt_step)
+
+
+def load_checkpoint_weights(source: str, ckpt_step: int | None, chunks: Sequence[Any]) -> None:
+    """The weights of the checkpoint of that step, or of the newest, below the root ``source``."""
+    point = CheckpointStore(source).resolve(ckpt_step)
+    if point is None:
+        raise UserError(f"{source} is neither a Hugging Face folder nor the root of a checkpoint")
+    load_weights(point.directory, chunks)
+
+
+def sum_over_data_parallel(values: Tensor) -> Tensor:
+    """Context-parallel ranks have the same samples, which count once."""
+    total = values.to(current().device(), copy=True)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total
+
+
+class Clock:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        current().synchronize()
+        self.seconds[name] = time.perf_counter() - start
+
+    def metrics(self, role: Role, tokens: float) -> dict[str, float]:
+        """What a rollout's training took; ``tokens`` are those of all ranks, prompts included."""
+        train = self.seconds["train"]
+        named = {f"perf/{role}_{name}_time": seconds for name, seconds in self.seconds.items()}
+        return named | {f"perf/{role}_train_tokens_per_s": tokens / train}
