@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vime.algorithms.kl import KINDS, kl
-from vime.algorithms.policy_loss import ClipRange, clipped_surrogate, policy_loss
+from vime.algorithms.policy_loss import ClipRange, policy_loss, sequence_policy_loss, weighted_policy_loss
 from vime.algorithms.ratio import log_ratio
 
 LOG_PROBS = st.floats(-12, 0, width=32)
@@ -101,12 +101,85 @@ def test_the_gradient_is_minus_ratio_times_advantage_where_no_clip_decides(token
     torch.testing.assert_close(new.grad[~at_the_edge], expected[~at_the_edge])
 
 
-def test_a_ratio_of_a_whole_sequence_can_use_the_same_clip():
-    # mean log-ratio of the two trained tokens: (.1 - .2) / 2 = -.05
-    ratio = torch.tensor([-0.05], dtype=torch.float64)
-    loss, clipped = clipped_surrogate(ratio, torch.ones(1).double(), ClipRange())
-    assert loss.item() == pytest.approx(-0.95123, abs=1e-5)
-    assert not clipped.any()
+class TestSequencePolicyLoss:
+    """GSPO."""
+
+    def test_the_ratio_is_the_geometric_mean_of_the_trained_tokens(self):
+        # (.1 - .2) / 2 = -.05, the third token is not trained
+        new, old = torch.tensor([-1, -1.2, -0.8]).double(), torch.tensor([-1.1, -1, -1]).double()
+        loss = sequence_policy_loss(new, old, torch.ones(3), torch.tensor([1, 1, 0]), torch.tensor([3]), ClipRange())
+        assert loss.loss_t.tolist() == pytest.approx([-0.95123] * 3, abs=1e-5)
+        assert not loss.clipped_t.any()
+
+    def test_what_stands_at_masked_tokens_does_not_matter(self):
+        new = torch.tensor([-1.0, math.nan], requires_grad=True)
+        mask, lengths = torch.tensor([1, 0]), torch.tensor([2])
+        loss = sequence_policy_loss(new, torch.tensor([-1.0, 5.0]), torch.ones(2), mask, lengths, ClipRange())
+        loss.loss_t[0].backward()
+        assert loss.loss_t[0] == -1
+        assert new.grad.tolist() == [-1, 0]
+
+    def test_a_sequence_beyond_all_bounds_is_marked_as_a_whole(self):
+        new, old = torch.zeros(3), torch.tensor([-1.0, -100.0, -2.0])
+        loss = sequence_policy_loss(new, old, -torch.ones(3), torch.ones(3), torch.tensor([2, 1]), ClipRange())
+        assert loss.clamped_t.tolist() == [True, True, False]
+        assert loss.loss_t.tolist() == pytest.approx([math.exp(20)] * 2 + [math.exp(2)])
+
+
+class TestWeightedPolicyLoss:
+    """CISPO."""
+
+    RATIOS, ADVANTAGES = (1.5, 1.5, 0.5, 0.5, 5.0), [1.0, -1, 1, -1, -1]
+
+    def test_the_clipped_ratio_is_the_weight_of_the_log_prob(self):
+        old = -log_of(*self.RATIOS) - 1
+        new = torch.full((5,), -1.0, dtype=torch.float64, requires_grad=True)
+        advantages = torch.tensor(self.ADVANTAGES, dtype=torch.float64)
+        loss = weighted_policy_loss(new, old, advantages, ClipRange(low=0.2, high=0.28))
+        loss.loss_t.sum().backward()
+        weights = torch.tensor([1.28, 1.28, 0.8, 0.8, 1.28], dtype=torch.float64)
+        torch.testing.assert_close(loss.loss_t, weights * advantages)  # log π is -1
+        torch.testing.assert_close(new.grad, -weights * advantages)
+        assert loss.clipped_t.all()
+
+
+SEQUENCES = st.lists(
+    st.lists(st.tuples(LOG_PROBS, LOG_PROBS, st.booleans()), min_size=1, max_size=8), min_size=1, max_size=5
+)
+
+
+@given(SEQUENCES, st.floats(0.05, 0.5), st.floats(0.05, 0.5), st.sampled_from([None, 1.5]))
+def test_sequence_policy_loss_agrees_with_the_reference(samples, low, high, dual):
+    expected, gradients = [], []
+    for i, sample in enumerate(samples):
+        new, old, mask = np.array(sample, dtype=np.float64).T
+        advantage, trained = (-1.0) ** i * (i + 1), max(mask.sum(), 1)
+        mean = np.clip((mask * (new - old)).sum() / trained, -20, 20)
+        loss = reference_loss([mean], [0.0], [advantage], low, high, dual)[0]
+        expected += [loss] * len(sample)
+        free = loss == -np.exp(mean) * advantage
+        gradients.append(free * loss * len(sample) * mask / trained)
+    new, old, mask = torch.tensor([token for sample in samples for token in sample], dtype=torch.float64).T
+    new = new.clone().requires_grad_()
+    lengths = torch.tensor([len(sample) for sample in samples])
+    advantages = torch.tensor([(-1.0) ** i * (i + 1) for i in range(len(samples))]).double().repeat_interleave(lengths)
+    clip = ClipRange(low=low, high=high, dual=dual)
+    found = sequence_policy_loss(new, old, advantages, mask, lengths, clip)
+    found.loss_t.sum().backward()
+    np.testing.assert_allclose(found.loss_t.detach().numpy(), expected)
+    if not found.clipped_t.any():
+        np.testing.assert_allclose(new.grad.numpy(), np.concatenate(gradients), atol=1e-12)
+
+
+@given(TOKENS, st.floats(0.05, 0.5), st.floats(0.05, 0.5))
+def test_weighted_policy_loss_agrees_with_the_reference(tokens, low, high):
+    new, old, advantages = np.array(tokens, dtype=np.float64).T
+    weights = np.clip(np.exp(new - old), 1 - low, 1 + high)
+    log_probs = torch.tensor(new, requires_grad=True)
+    found = weighted_policy_loss(log_probs, torch.tensor(old), torch.tensor(advantages), ClipRange(low=low, high=high))
+    found.loss_t.sum().backward()
+    np.testing.assert_allclose(found.loss_t.detach().numpy(), -weights * advantages * new)
+    np.testing.assert_allclose(log_probs.grad.numpy(), -weights * advantages)
 
 
 @pytest.mark.parametrize(

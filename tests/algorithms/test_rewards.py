@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vime.algorithms.rewards import group_normalize, has_signal, zero_std_counts
+from vime.algorithms.rewards import group_normalize, has_signal, overlong_penalty, zero_std_counts
 
 REWARDS = st.floats(-100, 100)
 
@@ -99,6 +99,26 @@ def test_zero_std_counts_groups_by_the_reward_that_all_got():
     rewards = [0, 0, 1, 1, 0, 0, 1, 0, 0.349, 0.349, -0.01]
     groups = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
     assert zero_std_counts(rewards, groups) == {"0.0": 3, "1.0": 1, "0.3": 1}
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(1, 0), (60, 0), (70, -0.25), (80, -0.5), (100, -1), (300, -1)])
+def test_long_answers_lose_evenly_within_the_buffer(length, penalty):
+    # the longest answer has 100 tokens, the buffer 40: free up to 60
+    assert overlong_penalty(length, max_length=100, buffer=40) == pytest.approx(penalty)
+    assert overlong_penalty(length, max_length=100, buffer=40, factor=0.5) == pytest.approx(penalty / 2)
+
+
+@given(st.integers(1, 200), st.integers(1, 100), st.floats(0, 3))
+def test_the_overlong_penalty_agrees_with_the_paper(length, buffer, factor):
+    # equation 13, in its three cases
+    expected = 0 if length <= 100 - buffer else (100 - buffer - length) / buffer if length <= 100 else -1
+    assert overlong_penalty(length, max_length=100, buffer=buffer, factor=factor) == pytest.approx(factor * expected)
+
+
+@pytest.mark.parametrize("buffer", [0, 101])
+def test_the_buffer_lies_within_the_longest_answer(buffer):
+    with pytest.raises(ValueError, match="from 1 to the 100 tokens"):
+        overlong_penalty(1, max_length=100, buffer=buffer)
 
 
 def test_rewards_and_estimators_load_without_torch():

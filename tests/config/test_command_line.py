@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from vime.algorithms import advantages
 from vime.config import parse_config, resolve
 from vime.errors import UserError
 
@@ -100,7 +101,10 @@ def test_two_evaluation_sets_of_one_name_are_refused(flags, prompt_file):
         ("--rollout-shuffle 3", "unexpected '3': --rollout-shuffle takes no value"),
         ("--rollout-shuffle=maybe", "unexpected 'maybe': --rollout-shuffle takes no value"),
         ("--kl-loss-type k4", "--kl-loss-type expects one of k1, k2, k3, low_var_kl, not 'k4'"),
-        ("--advantage-estimator gspo", "--advantage-estimator expects one of grpo, not 'gspo'"),
+        (
+            "--advantage-estimator gpro",
+            f"--advantage-estimator expects one of {', '.join(advantages.names())}, not 'gpro'",
+        ),
         (
             "--rollout-stop-token-ids 1 x",
             "--rollout-stop-token-ids expects one or more values, each a whole number, not '1 x'",

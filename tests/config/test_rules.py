@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from vime.algorithms import advantages
 from vime.config import parse_config, resolve
 from vime.config.rules.batches import nearest_divisors
 
@@ -50,6 +51,16 @@ RULES = {
     "--rollout-top-p 0": "--rollout-top-p must be above 0 and at most 1, not 0.0",
     "--rollout-top-k 0": "--rollout-top-k must be at least 1, or -1 for all tokens, not 0",
     "--eval-temperature -1": "--eval-temperature must be at least 0, not -1.0",
+    # estimators
+    "--kl-coef 0.1 --ref-load {model}": (
+        "--kl-coef 0.1 has no place in the rewards of grpo: use --use-kl-loss with --kl-loss-coef, or "
+        "--advantage-estimator {kl_estimators}"
+    ),
+    "--advantage-estimator reinforce_plus_plus": (
+        "--advantage-estimator reinforce_plus_plus needs --normalize-advantages: its advantages have no scale of their "
+        "own"
+    ),
+    "--gamma 1.5": "--gamma must be at least 0 and at most 1, not 1.5",
     "--eps-clip 1": "--eps-clip must be at least 0 and below 1, not 1.0",
     "--eps-clip-c 1": "--eps-clip-c must be above 1, not 1.0 (it bounds the ratio of negative advantages)",
     "--adam-beta2 1": "--adam-beta2 must be at least 0 and below 1, not 1.0",
@@ -114,7 +125,6 @@ RULES = {
     ),
     "--actor-num-gpus-per-node 16": ("--actor-num-gpus-per-node 16 is more than a node has (--num-gpus-per-node 8)"),
     # what this version cannot do yet
-    "--kl-coef 0.1 --ref-load {model}": "--kl-coef 0.1 is not yet supported by this version (only 0.0 is)",
     "--attention-backend flash": "--attention-backend flash is not yet supported by this version (only auto is)",
     # the reference model
     "--use-kl-loss": "--use-kl-loss needs a reference model: give --ref-load (--ref-load {model} will do)",
@@ -152,6 +162,7 @@ RULES = {
 @pytest.mark.parametrize(("words", "message"), RULES.items())
 def test_the_message_of_a_rule(flags, model_dir, tmp_path, words, message):
     places = {"model": model_dir, "tmp": tmp_path, "rollout_id": "{rollout_id}"}
+    places["kl_estimators"] = ", ".join(name for name in advantages.names() if advantages.get(name).takes_kl)
     extra = [word.format(**places) for word in words.split()]
     lines = said(flags(*extra))
     if "not yet supported" not in message:  # such a line may stand beside the one that this is about
@@ -296,6 +307,9 @@ def test_offered_divisors_are_the_nearest(number, wanted, offer):
 WARNINGS = {
     "--n-samples-per-prompt 1": (
         "--n-samples-per-prompt 1 makes every advantage 0: a group of one is its own baseline; 8 is usual with grpo"
+    ),
+    "--advantage-estimator cispo --eps-clip-c 3": (
+        "--eps-clip-c has no effect with cispo: --eps-clip-high bounds what a token weighs"
     ),
     "--rollout-top-p 0.9": (
         "--rollout-top-p 0.9: the engine samples from fewer tokens than the trainer computes log-probs over; 1 is "

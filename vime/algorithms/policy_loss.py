@@ -1,4 +1,4 @@
-"""The clipped policy loss of PPO, per token and not reduced."""
+"""Policy losses, per token and not reduced: clipped by token (PPO), clipped by sequence (GSPO), weighted (CISPO)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vime.algorithms.ratio import log_ratio
+from vime.algorithms.ratio import log_ratio, sequence_log_ratio
 
-__all__ = ["ClipRange", "PolicyLoss", "clipped_surrogate", "policy_loss"]
+__all__ = [
+    "ClipRange",
+    "PolicyLoss",
+    "clipped_surrogate",
+    "policy_loss",
+    "sequence_policy_loss",
+    "weighted_policy_loss",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +41,7 @@ class PolicyLoss(NamedTuple):
     """The loss of each token and what happened to it."""
 
     loss_t: Tensor  # float [t], with gradient
-    clipped_t: Tensor  # bool [t]: the clip, or the dual clip, decided the loss and left no gradient
+    clipped_t: Tensor  # bool [t]: the clip, or the dual clip, decided the loss
     clamped_t: Tensor  # bool [t]: the log-ratio left the range of ±20
 
 
@@ -55,6 +62,55 @@ def policy_loss(
     ratio = log_ratio(log_probs_t, old_log_probs_t)
     loss_t, clipped_t = clipped_surrogate(ratio.values_t, advantages_t, clip)
     return PolicyLoss(loss_t, clipped_t, ratio.clamped_t)
+
+
+def sequence_policy_loss(
+    log_probs_t: Tensor,
+    old_log_probs_t: Tensor,
+    advantages_t: Tensor,
+    mask_t: Tensor,
+    lengths_n: Tensor,
+    clip: ClipRange,
+) -> PolicyLoss:
+    """``clipped_surrogate`` with one ratio for all tokens of a sample: the geometric mean of those of trained tokens.
+
+    GSPO, https://arxiv.org/abs/2507.18071, equations 5 and 7. The gradient of a token's loss reaches every trained
+    token of its sample.
+
+    Args:
+        log_probs_t: float [t] of the policy, with gradient.
+        old_log_probs_t: float [t] of the policy before the update.
+        advantages_t: float [t].
+        mask_t: bool or 0/1 [t], the tokens that are trained.
+        lengths_n: int64 [n], the tokens of each sample; they sum to t.
+        clip: the range of the ratio.
+    """
+    ratio = sequence_log_ratio(log_probs_t, old_log_probs_t, mask_t, lengths_n)
+    loss_t, clipped_t = clipped_surrogate(ratio.values_t, advantages_t, clip)
+    return PolicyLoss(loss_t, clipped_t, ratio.clamped_t)
+
+
+def weighted_policy_loss(
+    log_probs_t: Tensor, old_log_probs_t: Tensor, advantages_t: Tensor, clip: ClipRange
+) -> PolicyLoss:
+    """``-sg(clip(ρ, 1 - low, 1 + high)) A log π``: the clipped ratio only weighs, so no token loses its gradient.
+
+    CISPO, https://arxiv.org/abs/2506.13585, equations 4 and 5. The dual clip has no meaning here: ``clip.high`` bounds
+    what a token weighs, whatever its advantage.
+
+    Args:
+        log_probs_t: float [t] of the policy, with gradient.
+        old_log_probs_t: float [t] of the policy before the update.
+        advantages_t: float [t].
+        clip: the range of the ratio.
+
+    Returns:
+        ``clipped_t`` says where the weight is not the ratio itself.
+    """
+    ratio = log_ratio(log_probs_t.detach(), old_log_probs_t)
+    ratio_t = ratio.values_t.exp()
+    weights_t = ratio_t.clamp(1 - clip.low, 1 + clip.high)
+    return PolicyLoss(-weights_t * advantages_t * log_probs_t, weights_t != ratio_t, ratio.clamped_t)
 
 
 def clipped_surrogate(log_ratio_t: Tensor, advantages_t: Tensor, clip: ClipRange) -> tuple[Tensor, Tensor]:

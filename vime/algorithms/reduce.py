@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Reduction", "per_sample", "per_token", "segment_sum"]
+__all__ = ["Reduction", "per_sample", "per_token", "segment_mean", "segment_sum"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +69,12 @@ def segment_sum(values_t: Tensor, lengths_n: Tensor) -> Tensor:
     samples_n = torch.arange(lengths_n.numel(), device=values_t.device)
     sample_of_t = samples_n.repeat_interleave(lengths_n, output_size=values_t.numel())
     return values_t.new_zeros(lengths_n.numel()).index_add(0, sample_of_t, values_t)
+
+
+def segment_mean(values_t: Tensor, mask_t: Tensor, lengths_n: Tensor, *, total: bool = False) -> Tensor:
+    """``Σ_t m x / max(Σ_t m, 1)`` of each sample, [n], with gradient; with ``total`` the sum alone.
+
+    What stands at masked tokens does not matter, even NaN.
+    """
+    sums_n = segment_sum(values_t.masked_fill(~mask_t.bool(), 0.0), lengths_n)
+    return sums_n if total else sums_n / segment_sum(mask_t.to(values_t.dtype), lengths_n).clamp(min=1)

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from numbers import Real
 
-__all__ = ["EQUAL_STD", "check_finite", "group_normalize", "has_signal", "zero_std_counts"]
+__all__ = ["EQUAL_STD", "check_finite", "group_normalize", "has_signal", "overlong_penalty", "zero_std_counts"]
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation before the division."""
@@ -66,6 +66,21 @@ def zero_std_counts(rewards: Sequence[float], group_ids: Sequence[Hashable]) -> 
     """
     groups = ([rewards[position] for position in positions] for positions in _groups(rewards, group_ids).values())
     return dict(Counter(_one_decimal(group[0]) for group in groups if _deviation(_centred(group)) <= EQUAL_STD))
+
+
+def overlong_penalty(length: int, *, max_length: int, buffer: int, factor: float = 1.0) -> float:
+    """What an answer of that many tokens loses for coming near the limit: from 0 down to ``-factor``.
+
+    0 up to ``max_length - buffer`` tokens, then falling evenly to ``-factor`` at ``max_length``, and no lower. Soft
+    overlong punishment of DAPO, https://arxiv.org/abs/2503.14476, equation 13. To be added to the reward.
+
+    Raises:
+        ValueError: the buffer is not within 1 and ``max_length``.
+    """
+    if not 1 <= buffer <= max_length:
+        raise ValueError(f"the buffer must be from 1 to the {max_length} tokens of the longest answer, not {buffer}")
+    over = length - (max_length - buffer)
+    return -factor * min(max(over / buffer, 0.0), 1.0)
 
 
 def _groups(rewards: Sequence[float], group_ids: Sequence[Hashable]) -> dict[Hashable, list[int]]:

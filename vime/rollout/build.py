@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vime.algorithms import advantages
 from vime.config import Args, Config
 from vime.config.eval_datasets import EvalDataset, eval_datasets
 from vime.config.kinds import human_int
@@ -262,13 +261,12 @@ def _post_process(config: Config, hooks: Hooks, args: Args) -> PostProcess:
     if hooks.custom_reward_post_process is not None:
         return custom_post_process(hooks.custom_reward_post_process, args)
     algorithm, key = config.algorithm, config.reward.reward_key
-    estimator = advantages.get(algorithm.advantage_estimator)
 
     def post_process(samples: list[Sample]) -> tuple[list[float], list[float]]:
         raw = [sample.score(key) for sample in samples]
         if algorithm.disable_rewards_normalization:
             return raw, raw
         groups = [sample.group_index for sample in samples]
-        return raw, estimator.normalize_rewards(raw, groups, std=not algorithm.disable_grpo_std_normalization)
+        return raw, algorithm.estimator.normalize_rewards(raw, groups, std=not algorithm.disable_grpo_std_normalization)
 
     return post_process

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from vime.algorithms import reduce
+from vime.algorithms.advantages import AdvantageEstimator, PolicyTokens
 from vime.algorithms.kl import kl
-from vime.algorithms.policy_loss import ClipRange, policy_loss
+from vime.algorithms.policy_loss import ClipRange
 from vime.config import Config
 from vime.training.logprobs import TokenLogProbs
 from vime.training.model import answer_of, run
@@ -29,6 +30,7 @@ ABS_DIFF = "train/train_rollout_logprob_abs_diff"
 class LossSettings:
     """The terms of the loss."""
 
+    estimator: AdvantageEstimator
     clip: ClipRange
     kl_kind: str
     kl_coef: float  # of the KL term in the loss; 0 reports it only
@@ -39,6 +41,7 @@ class LossSettings:
     def of(cls, config: Config) -> LossSettings:
         algorithm = config.algorithm
         return cls(
+            estimator=algorithm.estimator,
             clip=ClipRange(low=algorithm.eps_clip, high=algorithm.eps_clip_high, dual=algorithm.eps_clip_c),
             kl_kind=algorithm.kl_loss_type,
             kl_coef=algorithm.kl_loss_coef,
@@ -88,7 +91,14 @@ def policy_objective(
     """This micro-batch's part of ``mean(L) - entropy_coef mean(H) + kl_coef mean(KL)``, and of the metrics."""
     log_probs = answer.log_probs_t
     old = log_probs.detach() if given.old_log_probs_t is None else given.old_log_probs_t
-    surrogate = policy_loss(log_probs, old, given.advantages_t, settings.clip)
+    tokens = PolicyTokens(
+        log_probs_t=log_probs,
+        old_log_probs_t=old,
+        advantages_t=given.advantages_t,
+        mask_t=batch.mask_t,
+        lengths_n=batch.lengths_n,
+    )
+    surrogate = settings.estimator.policy_loss(tokens, settings.clip)
     pg_loss, entropy = mean(surrogate.loss_t), mean(answer.entropy_t)
     loss = pg_loss - settings.entropy_coef * entropy if settings.entropy_coef else pg_loss
     sums = {

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vime.algorithms import advantages, whitening
+from vime.algorithms import whitening
 from vime.algorithms.advantages import AdvantageSettings, PackedSamples
 from vime.checkpoints import ResumePoint
 from vime.config import Config
@@ -148,10 +148,14 @@ class TrainWorker(ModelWorker[Given]):
         self, packs: Sequence[MicroBatch], old: Sequence[Tensor | None], ref: Sequence[Tensor | None]
     ) -> list[Tensor]:
         algorithm = self.config.algorithm
-        estimator = advantages.get(algorithm.advantage_estimator)
-        settings = AdvantageSettings(kl_coef=algorithm.kl_coef, kl_kind=algorithm.kl_loss_type)
+        settings = AdvantageSettings(
+            gamma=algorithm.gamma,
+            lambd=algorithm.lambd,
+            kl_coef=algorithm.kl_coef,
+            kl_kind=algorithm.kl_loss_type,
+        )
         found = [
-            estimator.advantages(
+            algorithm.estimator.advantages(
                 PackedSamples(
                     rewards_n=pack.rewards_n,
                     lengths_n=pack.lengths_n,

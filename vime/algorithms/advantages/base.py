@@ -1,7 +1,13 @@
-"""What an advantage estimator is: two hooks, one on each side of the wire.
+"""What an advantage estimator is: three hooks, along the way from a reward to a loss.
 
-``normalize_rewards`` runs once a rollout where all samples are known, without torch. ``advantages`` runs on each
-trainer rank, on the samples that it got. Estimators hold no state.
+``normalize_rewards`` runs once a rollout where all samples are known, without torch. ``advantages`` and ``policy_loss``
+run on each trainer rank, on the samples that it got; every sample is there as a whole. Estimators hold no state.
+
+To add one, add a file to this folder with a class like
+
+    class Raft(AdvantageEstimator, name="raft"): ...
+
+Its name is then a value of ``--advantage-estimator``, and every test that goes over all estimators covers it.
 """
 
 from __future__ import annotations
@@ -9,10 +15,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from vime.algorithms.policy_loss import ClipRange, PolicyLoss
+
+__all__ = ["AdvantageEstimator", "AdvantageSettings", "PackedSamples", "PolicyTokens", "get", "names"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,20 +50,48 @@ class PackedSamples:
         """Repeats a value of each sample [n] over its tokens [t]."""
         return values_n.repeat_interleave(self.lengths_n, output_size=self.mask_t.numel())
 
+    def kl(self, settings: AdvantageSettings) -> Tensor:
+        """The estimate of KL(π_old ‖ π_ref) of each token [t]."""
+        from vime.algorithms.kl import kl
+
+        assert self.log_probs_t is not None and self.ref_log_probs_t is not None, "the KL needs both policies"
+        return kl(self.log_probs_t, self.ref_log_probs_t, settings.kl_kind).values_t
+
     def token_rewards(self, settings: AdvantageSettings) -> Tensor:
         """Rewards of the single tokens [t]: the KL penalty of each, and the sample's reward at its last trained one."""
         from vime.algorithms.gae import token_rewards
-        from vime.algorithms.kl import kl
 
-        penalties_t = None
-        if settings.kl_coef:
-            assert self.log_probs_t is not None and self.ref_log_probs_t is not None, "the KL needs both policies"
-            penalties_t = settings.kl_coef * kl(self.log_probs_t, self.ref_log_probs_t, settings.kl_kind).values_t
+        penalties_t = settings.kl_coef * self.kl(settings) if settings.kl_coef else None
         return token_rewards(self.rewards_n, self.mask_t, self.lengths_n, penalties_t=penalties_t)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyTokens:
+    """What a policy loss may look at."""
+
+    log_probs_t: Tensor  # float32 with gradient, of the policy
+    old_log_probs_t: Tensor  # float32, of the policy before the update
+    advantages_t: Tensor  # float32
+    mask_t: Tensor  # bool or 0/1, the tokens that are trained
+    lengths_n: Tensor  # int64, response tokens of each sample; they sum to t
+
+
 class AdvantageEstimator(ABC):
-    """Turns rewards into the advantages of tokens."""
+    """Turns rewards into the advantages of tokens, and those into their loss."""
+
+    group_relative: ClassVar[bool] = True
+    """Whether a sample alone in its group, or a group of equal rewards, teaches nothing."""
+
+    takes_kl: ClassVar[bool] = False
+    """Whether --kl-coef is part of the reward."""
+
+    needs_whitening: ClassVar[bool] = False
+    """Whether the advantages have no scale of their own, so that --normalize-advantages must be given."""
+
+    def __init_subclass__(cls, *, name: str) -> None:
+        if name in _ESTIMATORS:
+            raise TypeError(f"two advantage estimators are called {name!r}")
+        _ESTIMATORS[name] = cls()
 
     @abstractmethod
     def normalize_rewards(
@@ -73,3 +111,28 @@ class AdvantageEstimator(ABC):
     @abstractmethod
     def advantages(self, samples: PackedSamples, settings: AdvantageSettings) -> Tensor:
         """The advantage of each response token, float32 [t], masked tokens included."""
+
+    def policy_loss(self, tokens: PolicyTokens, clip: ClipRange) -> PolicyLoss:
+        """The loss of each response token, before any mean: PPO's clipped one, unless an estimator has its own."""
+        from vime.algorithms.policy_loss import policy_loss
+
+        return policy_loss(tokens.log_probs_t, tokens.old_log_probs_t, tokens.advantages_t, clip)
+
+
+_ESTIMATORS: dict[str, AdvantageEstimator] = {}
+
+
+def names() -> tuple[str, ...]:
+    """The names that ``get`` knows."""
+    return tuple(sorted(_ESTIMATORS))
+
+
+def get(name: str) -> AdvantageEstimator:
+    """The estimator of that name.
+
+    Raises:
+        ValueError: there is none; the message lists those there are.
+    """
+    if name not in _ESTIMATORS:
+        raise ValueError(f"unknown advantage estimator {name!r}, known are: {', '.join(names())}")
+    return _ESTIMATORS[name]

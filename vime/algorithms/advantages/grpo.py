@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Grpo(AdvantageEstimator):
+class Grpo(AdvantageEstimator, name="grpo"):
     """``A[i, t] = (R_i - mean_g) / (std_g + 1e-6)`` for every token t of sample i.
 
     https://arxiv.org/abs/2402.03300, section 4.1.2 (outcome supervision). The reference model does not enter here, only

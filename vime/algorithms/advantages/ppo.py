@@ -12,11 +12,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Ppo(AdvantageEstimator):
+class Ppo(AdvantageEstimator, name="ppo"):
     """Generalized advantage estimation (``vime.algorithms.gae``) of ``r_t = 1[t is last] R - kl_coef KL_t``.
 
     https://arxiv.org/abs/1707.06347, equation 11. Rewards are used as they are: the critic knows what is usual.
     """
+
+    group_relative = False
+    takes_kl = True
 
     def normalize_rewards(
         self, rewards: Sequence[float], group_ids: Sequence[Hashable], *, std: bool = True

@@ -1,12 +1,25 @@
 """Rules that a configuration must keep, in the order in which their messages are shown, and warnings."""
 
-from vime.config.rules import batches, doubts, evaluation, files, fixed, layout, model, presence, ranges, supported
+from vime.config.rules import (
+    algorithm,
+    batches,
+    doubts,
+    evaluation,
+    files,
+    fixed,
+    layout,
+    model,
+    presence,
+    ranges,
+    supported,
+)
 from vime.config.rules.base import Rule, Violation
 
 RULES: tuple[Rule, ...] = (
     *presence.RULES,
     *ranges.RULES,
     *batches.RULES,
+    *algorithm.RULES,
     *layout.RULES,
     *fixed.RULES,
     *evaluation.RULES,

@@ -10,11 +10,17 @@ from vime.config.rules.base import Violation, option
 
 
 def single_sample(config: Config) -> Iterator[Violation]:
-    alone = config.rollout.n_samples_per_prompt == 1
-    if alone and config.algorithm.advantage_estimator == "grpo" and not config.algorithm.disable_rewards_normalization:
+    alone, algorithm = config.rollout.n_samples_per_prompt == 1, config.algorithm
+    if alone and algorithm.estimator.group_relative and not algorithm.disable_rewards_normalization:
         yield Violation(
-            "--n-samples-per-prompt 1 makes every advantage 0: a group of one is its own baseline; 8 is usual with grpo"
+            "--n-samples-per-prompt 1 makes every advantage 0: a group of one is its own baseline; 8 is usual with "
+            f"{algorithm.advantage_estimator}"
         )
+
+
+def weights_have_no_dual_clip(config: Config) -> Iterator[Violation]:
+    if config.algorithm.advantage_estimator == "cispo" and config.algorithm.eps_clip_c is not None:
+        yield Violation("--eps-clip-c has no effect with cispo: --eps-clip-high bounds what a token weighs")
 
 
 def truncated_sampling(config: Config) -> Iterator[Violation]:
@@ -81,6 +87,7 @@ def sequence_parallel_advised(config: Config) -> Iterator[Violation]:
 
 WARNINGS = (
     single_sample,
+    weights_have_no_dual_clip,
     truncated_sampling,
     reference_only_watched,
     evaluation_never_runs,

@@ -168,15 +168,6 @@ def learning_rate(config: Config) -> Iterator[Violation]:
         yield Violation("--lr-warmup-fraction and --lr-warmup-iters exclude each other")
 
 
-def one_kl(config: Config) -> Iterator[Violation]:
-    algorithm = config.algorithm
-    if algorithm.kl_coef and algorithm.kl_loss_coef:
-        yield Violation(
-            f"--kl-coef {algorithm.kl_coef:g} (in the reward) and --kl-loss-coef {algorithm.kl_loss_coef:g} "
-            "(in the loss) exclude each other"
-        )
-
-
 RULES = (
     virtual_stages,
     layout,
@@ -191,5 +182,4 @@ RULES = (
     recomputed_units,
     debug_modes,
     learning_rate,
-    one_kl,
 )

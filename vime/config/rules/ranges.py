@@ -60,6 +60,7 @@ RANGES: Mapping[str, Range] = dict(
         *_each("adam_beta1 adam_beta2 lr_warmup_fraction", Range(0, 1, below=True)),
         *_each("adam_eps", Range(0, above=True)),
         *_each("rollout_top_p eval_top_p", Range(0, 1, above=True)),
+        *_each("gamma lambd", Range(0, 1)),
         ("eps_clip", Range(0, 1, below=True)),
         ("eps_clip_c", Range(1, above=True, why="it bounds the ratio of negative advantages")),
         (

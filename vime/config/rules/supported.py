@@ -9,7 +9,6 @@ from vime.config.config import Config
 from vime.config.rules.base import Violation, option
 
 ONLY: Mapping[str, Any] = {
-    "kl_coef": 0.0,
     "attention_backend": "auto",
     "log_probs_max_tokens_per_gpu": None,
     "train_memory_margin_bytes": 1 << 30,
@@ -32,4 +31,9 @@ def not_yet(config: Config) -> Iterator[Violation]:
             yield Violation(f"{said} is not yet supported by this version{rest}", (name,))
 
 
-RULES = (not_yet,)
+def critic(config: Config) -> Iterator[Violation]:
+    if config.algorithm.advantage_estimator == "ppo":
+        yield Violation("--advantage-estimator ppo is not yet supported by this version", ("advantage_estimator",))
+
+
+RULES = (not_yet, critic)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from vime.algorithms import advantages
 from vime.config.flags import derived, flag
 
 
@@ -12,7 +13,7 @@ from vime.config.flags import derived, flag
 class Algorithm:
     """Which estimator, and the terms of the loss."""
 
-    advantage_estimator: Literal["grpo"] = flag("grpo", help="How rewards become advantages.")
+    advantage_estimator: str = flag("grpo", choices=advantages.names(), help="How rewards become advantages.")
     eps_clip: float = flag(0.2, help="The probability ratio is clipped from below at 1 - this.")
     eps_clip_high: float = derived("eps-clip", help="The probability ratio is clipped from above at 1 + this.")
     eps_clip_c: float | None = flag(None, help="Dual clip: the loss of a negative advantage stops at this ratio (> 1).")
@@ -21,7 +22,9 @@ class Algorithm:
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
         "k1", help="KL estimator. k1 can be negative; low_var_kl is k3 limited to 10."
     )
-    kl_coef: float = flag(0.0, help="Weight of the KL divergence in the reward.")
+    kl_coef: float = flag(0.0, help="Weight of the KL divergence in the reward of each token.")
+    gamma: float = flag(1.0, help="Discount of a reward for each trained token that it lies ahead.")
+    lambd: float = flag(1.0, help="Lambda of generalized advantage estimation: 0 trusts the critic, 1 the rewards.")
     entropy_coef: float = flag(0.0, help="Weight of the entropy bonus.")
     normalize_advantages: bool = flag(False, help="Whiten advantages over all tokens of the rollout.")
     disable_grpo_std_normalization: bool = derived(
@@ -31,6 +34,10 @@ class Algorithm:
         False, help="Experts: training follows the routes that were chosen when the old log-probs were computed."
     )
     disable_rewards_normalization: bool = flag(False, help="Use rewards as they are, without a group baseline.")
+
+    @property
+    def estimator(self) -> advantages.AdvantageEstimator:
+        return advantages.get(self.advantage_estimator)
 
     @property
     def needs_reference(self) -> bool:
