@@ -31,11 +31,9 @@ class Platform:
     fused_kernels: bool  # Triton kernels run here
     slice_elements: int  # float32 elements to work on at a time: few enough for a cache, enough to fill the device
 
-    def device(self, local_rank: int = 0) -> torch.device:
-        """The device of the process with this rank on its machine."""
-        return (
-            torch.device("cpu") if self.name == "cpu" else torch.device("cuda", local_rank % torch.cuda.device_count())
-        )
+    def device(self) -> torch.device:
+        """The device that this process has claimed, or would work on if it claims none."""
+        return torch.device("cpu") if self.name == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
     def claim(self, *, local_rank: int, threads: int | None = None) -> torch.device:
         """Makes this process use its device, and ``threads`` CPU threads (default: OMP_NUM_THREADS, else torch's
@@ -46,10 +44,9 @@ class Platform:
         if threads is not None:
             os.environ["OMP_NUM_THREADS"] = str(threads)
             torch.set_num_threads(threads)
-        device = self.device(local_rank)
         if self.name == "cuda":
-            torch.cuda.set_device(device)
-        return device
+            torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        return self.device()
 
     def synchronize(self) -> None:
         """Waits until the device has done what was queued, so that a clock read afterwards is right."""
