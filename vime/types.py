@@ -11,8 +11,8 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
 
 from vime.errors import UserError
@@ -192,6 +192,20 @@ Group: TypeAlias = list[Sample]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """What models say of the response tokens of one sample before an update; None where nobody was asked."""
+
+    values: tuple[float, ...] | None = None  # [T] of the critic: the reward to come, before each token
+    log_probs: tuple[float, ...] | None = None  # [T] nats, of the actor
+    ref_log_probs: tuple[float, ...] | None = None  # [T] nats, of the reference model
+
+    def merged(self, other: TokenScores) -> TokenScores:
+        """With what ``other`` has in place of what is here."""
+        found = {name: getattr(other, name) for name in ("values", "log_probs", "ref_log_probs")}
+        return replace(self, **{name: value for name, value in found.items() if value is not None})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
     """A finished Sample, as the trainer gets it."""
 
@@ -206,6 +220,7 @@ class TrainSample:
     reward: float  # after group normalisation or the user's post-processing
     truncated: bool = False
     metadata: dict[str, Any] | None = None
+    scores: TokenScores = TokenScores()
 
     @property
     def total_length(self) -> int:
@@ -223,6 +238,11 @@ class RolloutBatch:
     rollout_id: int
     samples: tuple[TrainSample, ...]
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def with_scores(self, scores: Mapping[int, TokenScores]) -> RolloutBatch:
+        """The same samples with more known of them; ``scores`` has an entry for the index of each."""
+        samples = (replace(sample, scores=sample.scores.merged(scores[sample.index])) for sample in self.samples)
+        return replace(self, samples=tuple(samples))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
@@ -98,7 +99,9 @@ def precision_fields(config: Config) -> dict[str, Any]:
     }
 
 
-def build_chunks(shape: ModelShape, config: Config, *, trainable: bool = True) -> list[Any]:
+def build_chunks(
+    shape: ModelShape, config: Config, *, model: type[GPTModel] = PolicyModel, trainable: bool = True
+) -> list[Any]:
     """The model chunks of this rank (one, or one a virtual pipeline stage), wrapped for mixed precision and gradients.
 
     Weights are not initialised: load them before anything else.
@@ -108,7 +111,7 @@ def build_chunks(shape: ModelShape, config: Config, *, trainable: bool = True) -
     stages = megatron.virtual_pipeline_model_parallel_size
     parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)
     virtual: list[int | None] = [None] if stages is None else list(range(stages))
-    chunks = [_build_chunk(shape, config, megatron, blocks, stage) for stage in virtual]
+    chunks = [_build_chunk(model, shape, config, megatron, blocks, stage) for stage in virtual]
     if not trainable:
         return chunks
     gradients = _gradient_config(config)
@@ -123,13 +126,18 @@ def build_chunks(shape: ModelShape, config: Config, *, trainable: bool = True) -
 
 
 def _build_chunk(
-    shape: ModelShape, config: Config, megatron: TransformerConfig, blocks: Modules, vp_stage: int | None
+    kind: type[GPTModel],
+    shape: ModelShape,
+    config: Config,
+    megatron: TransformerConfig,
+    blocks: Modules,
+    vp_stage: int | None,
 ) -> Any:
     virtual = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     fields = shape.gpt_fields()
     if blocks.rotates:  # Megatron shall not do it again
         fields["position_embedding_type"] = "none"
-    model = PolicyModel(
+    model = kind(
         megatron,
         decoder_spec(shape, megatron, blocks, vp_stage),
         vocab_size=shape.padded_vocab_size(
@@ -152,7 +160,7 @@ def _build_chunk(
     return wrapped
 
 
-def _tell_experts_apart(model: PolicyModel, config: Config) -> None:
+def _tell_experts_apart(model: GPTModel, config: Config) -> None:
     """Megatron reduces the gradients of experts over groups of their own only where experts are spread over ranks.
 
     But where experts are cut otherwise than the rest, tensor-parallel ranks have copies of them, of different tokens:

@@ -12,7 +12,7 @@ is the same.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -127,20 +127,23 @@ def load_megatron(
     return Loaded(optimizer=has_optimizer, random_states=same_layout)
 
 
-def load_weights(directory: Path | str, model_chunks: Sequence[Any]) -> None:
+def load_weights(directory: Path | str, model_chunks: Sequence[Any], *, optional: Collection[str] = ()) -> None:
     """Only the weights of a checkpoint of ours or of Megatron's, converted to the parameters' dtype. Collective.
 
     Run it before the optimizer is built, which copies its fp32 main weights from the parameters.
+
+    Args:
+        optional: parameters that stay as they are where the checkpoint has none of that name, e.g. a critic's head.
 
     Raises:
         UserError: it is not a checkpoint, or one of another model, or in torch format and of another layout.
     """
     if is_torch_checkpoint(Path(directory)):
-        load_torch(Path(directory), model_chunks, weights_only=True)
+        load_torch(Path(directory), model_chunks, weights_only=True, optional=optional)
         return
     _content(Path(directory))
-    state = _wanted_state(Path(directory), model_chunks)
-    _load_model_state(model_chunks, _read(Path(directory), state))
+    state = _wanted_state(Path(directory), model_chunks, optional)
+    _load_model_state(model_chunks, _read(Path(directory), state), optional)
 
 
 def weights_of(directory: Path | str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -182,7 +185,7 @@ def _model_state(model_chunks: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(model_keys(model_chunks), states, strict=True))
 
 
-def _wanted_state(directory: Path, model_chunks: Sequence[Any]) -> dict[str, Any]:
+def _wanted_state(directory: Path, model_chunks: Sequence[Any], optional: Collection[str] = ()) -> dict[str, Any]:
     """What to read of a checkpoint into the model, under the names that the checkpoint has for it.
 
     Megatron's ``_extra_state`` has the scales of FP8 layers, which nothing here has, and so it may be missing.
@@ -191,10 +194,11 @@ def _wanted_state(directory: Path, model_chunks: Sequence[Any]) -> dict[str, Any
         UserError: the checkpoint is of another model.
     """
     state = _model_state(model_chunks)
-    for of_chunk in state.values():
-        for name in [name for name in of_chunk if name.endswith("_extra_state")]:
-            del of_chunk[name]
     there = dist_checkpointing.load_tensors_metadata(str(directory))
+    absent = set(optional) - there.keys()
+    for of_chunk in state.values():
+        for name in [name for name in of_chunk if name.endswith("_extra_state") or name in absent]:
+            del of_chunk[name]
     for tensor in nested_values(state):
         if tensor.key not in there:
             tensor.key = fused_norm_name(tensor.key)
@@ -202,10 +206,10 @@ def _wanted_state(directory: Path, model_chunks: Sequence[Any]) -> dict[str, Any
     return state
 
 
-def _load_model_state(model_chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
+def _load_model_state(model_chunks: Sequence[Any], loaded: dict[str, Any], optional: Collection[str] = ()) -> None:
     for chunk, key in zip(model_chunks, model_keys(model_chunks), strict=True):
         missing, unexpected = unwrap(chunk).load_state_dict(loaded[key], strict=False)
-        forgotten = [name for name in missing if not name.endswith("_extra_state")]
+        forgotten = [name for name in missing if not name.endswith("_extra_state") and name not in optional]
         assert not forgotten and not unexpected, (forgotten, unexpected)
 
 

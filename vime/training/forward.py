@@ -14,7 +14,7 @@ from vime.training.logprobs import TokenLogProbs
 from vime.training.model import answer_of, run
 from vime.training.packing import MicroBatch
 
-__all__ = ["is_last_stage", "log_probs_of", "run_schedule"]
+__all__ = ["is_last_stage", "log_probs_of", "outputs_of", "run_schedule"]
 
 Item = TypeVar("Item")
 
@@ -25,9 +25,17 @@ def is_last_stage() -> bool:
     return last
 
 
-@torch.no_grad()
 def log_probs_of(chunks: Sequence[Any], batches: Sequence[MicroBatch], temperature: float) -> list[TokenLogProbs]:
-    """Log-probs and entropies of every micro-batch without gradients; empty on all but the last pipeline stage.
+    """Log-probs and entropies of every micro-batch without gradients; empty on all but the last pipeline stage."""
+    outputs = outputs_of(chunks, batches, lambda chunk, batch: run(chunk, batch, temperature))
+    return [answer_of(output) for output in outputs]
+
+
+@torch.no_grad()
+def outputs_of(
+    chunks: Sequence[Any], batches: Sequence[MicroBatch], forward: Callable[[Any, MicroBatch], Tensor]
+) -> list[Tensor]:
+    """``forward(chunk, batch)`` of every micro-batch without gradients; empty on all but the last pipeline stage.
 
     Interleaved pipelines take as many micro-batches at a time as there are ranks, so the last one may run again.
     """
@@ -35,7 +43,7 @@ def log_probs_of(chunks: Sequence[Any], batches: Sequence[MicroBatch], temperatu
     again = -len(batches) % stages if len(chunks) > 1 else 0
 
     def step(batch: MicroBatch, chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
-        return run(chunk, batch, temperature), lambda output, non_loss_data: answer_of(output)
+        return forward(chunk, batch), lambda output, non_loss_data: output
 
     repeated = [*batches, *[batches[-1]] * again]
     return run_schedule(chunks, repeated, step, forward_only=True, collect_non_loss_data=True)[: len(batches)]

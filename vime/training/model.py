@@ -18,7 +18,7 @@ from vime.training.layers.context import assemble
 from vime.training.logprobs import TokenLogProbs, Vocabulary, token_log_probs
 from vime.training.packing import MicroBatch
 
-__all__ = ["PolicyModel", "Question", "run"]
+__all__ = ["PolicyModel", "Question", "answer_of", "pick", "run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
         else:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
-        answer: Tensor = self.output_layer(_pick(hidden_states.squeeze(1), labels.batch.predictors_p), labels)
+        answer: Tensor = self.output_layer(pick(hidden_states.squeeze(1), labels.batch.predictors_p), labels)
         return answer
 
     def _answer(self, hidden_ph: Tensor, question: Question) -> Tensor:
@@ -96,7 +96,8 @@ class _Pick(torch.autograd.Function):
         return total.index_add_(0, index, gradient.float()).to(gradient.dtype), None
 
 
-def _pick(rows: Tensor, index: Tensor) -> Tensor:
+def pick(rows: Tensor, index: Tensor) -> Tensor:
+    """``rows[index]``, whose gradients are added in float32."""
     picked: Tensor = _Pick.apply(rows, index)  # type: ignore[no-untyped-call]
     return picked
 

@@ -25,7 +25,7 @@ from vime.training.layers.rope import Rope
 from vime.training.layers.segments import Segments, Tree
 from vime.types import InvalidSample, TrainSample
 
-__all__ = ["MicroBatch", "Packer"]
+__all__ = ["MicroBatch", "PackedScores", "Packer"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -42,6 +42,16 @@ class MicroBatch:
     lengths_n: Tensor  # int64, response tokens of each sample; they sum to t
     rewards_n: Tensor  # float32, what training uses
     rollout_log_probs_t: Tensor | None  # float32, of the engine; None when a sample has none
+    scores: PackedScores
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PackedScores:
+    """What was said of the response tokens before this rollout's training, each float32 [t]; see ``TokenScores``."""
+
+    values_t: Tensor | None = None
+    log_probs_t: Tensor | None = None
+    ref_log_probs_t: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +90,12 @@ class Packer:
             mask_t=self._integers([bit for sample in samples for bit in sample.loss_mask]).bool(),
             lengths_n=self._integers([sample.response_length for sample in samples]),
             rewards_n=self._floats([sample.reward for sample in samples]),
-            rollout_log_probs_t=self._rollout_log_probs(samples),
+            rollout_log_probs_t=self._optional([sample.rollout_log_probs for sample in samples]),
+            scores=PackedScores(
+                values_t=self._optional([sample.scores.values for sample in samples]),
+                log_probs_t=self._optional([sample.scores.log_probs for sample in samples]),
+                ref_log_probs_t=self._optional([sample.scores.ref_log_probs for sample in samples]),
+            ),
         )
 
     def _sharing(self, samples: Sequence[TrainSample]) -> Iterator[list[int]]:
@@ -112,8 +127,8 @@ class Packer:
         predicted = (places_t >= 0).nonzero().squeeze(1)
         return places_t[predicted].to(self.device), predicted.to(self.device)
 
-    def _rollout_log_probs(self, samples: Sequence[TrainSample]) -> Tensor | None:
-        values = [sample.rollout_log_probs for sample in samples]
+    def _optional(self, values: Sequence[tuple[float, ...] | None]) -> Tensor | None:
+        """Float32 [t]; None when a sample has none."""
         if any(value is None for value in values):
             return None
         return self._floats([x for value in values for x in value or ()])

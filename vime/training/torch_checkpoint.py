@@ -10,7 +10,7 @@ It can be loaded under the layout that saved it and under no other.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,12 @@ def load_torch(
     scheduler: Any | None = None,
     *,
     weights_only: bool = False,
+    optional: Collection[str] = (),
 ) -> tuple[bool, bool]:
     """Restores what is there and wanted. Collective.
+
+    Args:
+        optional: parameters that may be missing there, and then stay as they are.
 
     Returns:
         whether there was optimizer state, and whether there were random states.
@@ -102,7 +106,7 @@ def load_torch(
     if has_optimizer:
         check_kind(directory, state.get(DISTRIBUTED), optimizer)
     for key, chunk in zip(model_keys(model_chunks), model_chunks, strict=True):
-        _load_chunk(unwrap(chunk), state.get(key), directory)
+        _load_chunk(unwrap(chunk), state.get(key), directory, optional)
     if weights_only:
         return False, False
     if optimizer is not None and has_optimizer:
@@ -178,12 +182,15 @@ def _told(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{FLAGS[key]} {sizes[key]}" for key in FLAGS if key in sizes) or "another layout"
 
 
-def _load_chunk(model: torch.nn.Module, saved: Mapping[str, Any] | None, directory: Path) -> None:
+def _load_chunk(
+    model: torch.nn.Module, saved: Mapping[str, Any] | None, directory: Path, optional: Collection[str]
+) -> None:
     if saved is None:
         raise UserError(
             f"{directory} has other virtual pipeline stages than this run; a torch checkpoint needs the same"
         )
     wanted = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    wanted = {name: value for name, value in wanted.items() if name in saved or name not in optional}
     found = {name: saved.get(name, saved.get(fused_norm_name(name))) for name in wanted}
     problems = [problem for name in wanted if (problem := _problem(name, wanted[name], found[name]))]
     check_same_model(directory, problems)
