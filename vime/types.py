@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from vime.errors import UserError
 
@@ -22,6 +22,10 @@ Message: TypeAlias = dict[str, Any]
 
 WeightVersion: TypeAlias = int
 """0 before the first weight sync of a run; each sync makes the next one."""
+
+
+Role: TypeAlias = Literal["actor", "critic"]
+"""The models that learn."""
 
 
 class InvalidSample(UserError):

@@ -94,6 +94,7 @@ class Config:
     rollout: sections.Rollout
     batch: sections.Batch
     algorithm: sections.Algorithm
+    critic: sections.Critic
     optimizer: sections.Optimizer
     parallel: sections.Parallel
     reward: sections.Reward
@@ -105,6 +106,7 @@ class Config:
     vllm: Mapping[str, Any] = field(default_factory=FrozenMap)  # max_model_len, without the prefix
     router: Mapping[str, Any] = field(default_factory=FrozenMap)
     custom: Mapping[str, Any] = field(default_factory=FrozenMap)  # from --custom-config-path, for plug-ins only
+    critic_overrides: Mapping[str, Any] = field(default_factory=FrozenMap)  # by attribute name; --megatron-config-path
     origins: Mapping[str, str] = field(default_factory=FrozenMap)  # by attribute name in ``args``
 
     @property
@@ -132,6 +134,10 @@ class Config:
             }
         for name, value in self.custom.items():
             known["custom"][name] = {"value": shown(name, value), "origin": self.ops.custom_config_path}
+        known["critic overrides"] = {
+            name: {"value": shown(name, value), "origin": self.critic.megatron_config_path}
+            for name, value in self.critic_overrides.items()
+        }
         return {section: entries for section, entries in known.items() if entries}
 
     def _section_of(self, name: str) -> str:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from vime.algorithms import advantages
+
 Values = dict[str, Any]
 Derived = tuple[Any, str] | None
 """A value and what it was derived from, or nothing where a rule will complain instead."""
@@ -55,9 +57,20 @@ def _like(source: str) -> Callable[[Values], Derived]:
     return lambda values: (values[source], source.replace("_", "-"))
 
 
+def _like_with_critic(source: str) -> Callable[[Values], Derived]:
+    def derived(values: Values) -> Derived:
+        has_critic = advantages.get(values["advantage_estimator"]).needs_critic
+        return (values[source], source.replace("_", "-")) if has_critic else None
+
+    return derived
+
+
 DERIVATIONS: dict[str, Callable[[Values], Derived]] = {
     "debug_train_only": lambda v: (v["load_debug_rollout_data"] is not None, "load-debug-rollout-data"),
     "rollout_num_gpus": _rollout_num_gpus,
+    "critic_num_nodes": _like_with_critic("actor_num_nodes"),
+    "critic_num_gpus_per_node": _like_with_critic("actor_num_gpus_per_node"),
+    "critic_lr": _like("lr"),
     "num_steps_per_rollout": _steps,
     "global_batch_size": _global_batch_size,
     "log_probs_max_tokens_per_gpu": _like("max_tokens_per_gpu"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from vime.config.config import OWN_FLAGS, Config, FrozenMap
 from vime.config.derive import derive
 from vime.config.flags import Flag
 from vime.config.reading import Draft, read, yaml_entries
+from vime.config.role_file import read_roles
 from vime.config.rules import RULES, WARNINGS, Rule
 from vime.config.sections import SECTIONS
 from vime.errors import UserError
@@ -28,10 +29,11 @@ class Resolution:
 def resolve(argv: Sequence[str]) -> Resolution:
     """Reads, derives and checks. Never raises for what a user wrote."""
     draft = read(argv)
+    critic_overrides = read_roles(draft)
     values: dict[str, Any] = {name: flag.default for name, flag in OWN_FLAGS.items()} | draft.of("vime")
     warnings = derive(values, draft.origins)
     custom = _custom(values["custom_config_path"], draft.errors)
-    config = _build(values, draft, custom)
+    config = _build(values, draft, custom, critic_overrides)
     return Resolution(
         config=config,
         violations=(*draft.errors, *_messages(RULES, config, draft)),
@@ -109,7 +111,7 @@ def _default(flag: Flag) -> str:
     return f"(default: {flag.default})" if flag.default not in (None, (), {}) else ""
 
 
-def _build(values: dict[str, Any], draft: Draft, custom: dict[str, Any]) -> Config:
+def _build(values: dict[str, Any], draft: Draft, custom: dict[str, Any], critic_overrides: Mapping[str, Any]) -> Config:
     parts: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, flag in OWN_FLAGS.items():
         parts[flag.section][name] = values[name]
@@ -120,6 +122,7 @@ def _build(values: dict[str, Any], draft: Draft, custom: dict[str, Any]) -> Conf
         vllm=FrozenMap(draft.of("vllm")),
         router=FrozenMap(draft.of("router")),
         custom=FrozenMap(custom),
+        critic_overrides=FrozenMap(critic_overrides),
         origins=FrozenMap(origins),
     )
 

@@ -43,8 +43,8 @@ def read(argv: Sequence[str]) -> Draft:
     draft = Draft()
     given = list(command_line(argv, draft.errors))
     for path in [each.raw for each in given if each.target is CONFIG_FILE]:
-        _apply(draft, yaml_flags(path, draft.errors))
-    _apply(draft, [each for each in given if each.target is not CONFIG_FILE])
+        apply(draft, yaml_flags(path, draft.errors))
+    apply(draft, [each for each in given if each.target is not CONFIG_FILE])
     return draft
 
 
@@ -137,7 +137,7 @@ def yaml_entries(path: str) -> Iterator[tuple[str, Any, int]]:
         raise UserError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
 
 
-def _apply(draft: Draft, source: Iterator[Given] | list[Given]) -> None:
+def apply(draft: Draft, source: Iterator[Given] | list[Given]) -> None:
     """Converts one source's flags over what earlier sources gave."""
     fresh: dict[str, Any] = {}
     for each in source:

@@ -5,8 +5,6 @@ from __future__ import annotations
 _BY_TOPIC = {
     "memory": "recompute-loss-function log-probs-chunk-size qkv-format "
     "balance-by-flops data-pad-size-multiplier async-save release-train",
-    "critic": "critic-num-nodes critic-num-gpus-per-node critic-load critic-save critic-lr num-critic-only-steps "
-    "megatron-config-path value-clip",
     "data": "multimodal-keys disable-rollout-global-dataset loss-mask-type loss-type",
     "sampling": "over-sampling-batch-size dynamic-sampling-filter-path partial-rollout "
     "mask-offpolicy-in-partial-rollout buffer-filter-path rollout-all-samples-process-path rollout-sample-hook "

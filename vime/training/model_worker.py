@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,11 @@ from vime.training.packing import MicroBatch, Packer
 from vime.training.parallel import connect, context_part, disconnect, pack_multiple
 from vime.training.records import StartInfo
 from vime.training.step import Learner, Objective, gather_parameters
-from vime.types import TrainBatch, TrainResult
+from vime.types import Role, TrainBatch, TrainResult
 
-__all__ = ["Clock", "ModelWorker", "Role", "sum_over_data_parallel"]
+__all__ = ["Clock", "ModelWorker", "sum_over_data_parallel"]
 
 G = TypeVar("G")
-
-Role: TypeAlias = Literal["actor", "critic"]
 
 
 class ModelWorker(ABC, Generic[G]):

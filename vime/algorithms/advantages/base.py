@@ -85,6 +85,9 @@ class AdvantageEstimator(ABC):
     takes_kl: ClassVar[bool] = False
     """Whether --kl-coef is part of the reward."""
 
+    needs_critic: ClassVar[bool] = False
+    """Whether a critic is trained along, whose values the samples have."""
+
     needs_whitening: ClassVar[bool] = False
     """Whether the advantages have no scale of their own, so that --normalize-advantages must be given."""
 

@@ -3,6 +3,7 @@
 from vime.config.rules import (
     algorithm,
     batches,
+    critic,
     doubts,
     evaluation,
     files,
@@ -21,12 +22,13 @@ RULES: tuple[Rule, ...] = (
     *batches.RULES,
     *algorithm.RULES,
     *layout.RULES,
+    *critic.RULES,
     *fixed.RULES,
     *evaluation.RULES,
     *supported.RULES,
     *files.RULES,
     *model.RULES,
 )
-WARNINGS: tuple[Rule, ...] = doubts.WARNINGS
+WARNINGS: tuple[Rule, ...] = (*doubts.WARNINGS, *critic.WARNINGS)
 
 __all__ = ["RULES", "WARNINGS", "Rule", "Violation"]

@@ -51,8 +51,13 @@ def ref_load(config: Config) -> Iterator[Violation]:
 
 def load_is_a_root(config: Config) -> Iterator[Violation]:
     for flag, given in (("--load", config.checkpoint.load), ("--save", config.checkpoint.save)):
-        if given is not None and re.fullmatch(r"iter_\d+", Path(given).name):
-            yield Violation(f"{flag} {given}: give the root {Path(given).parent}, and --ckpt-step to pick a step")
+        yield from checkpoint_root(flag, given)
+
+
+def checkpoint_root(flag: str, given: str | None) -> Iterator[Violation]:
+    """A folder for checkpoints is not one of them."""
+    if given is not None and re.fullmatch(r"iter_\d+", Path(given).name):
+        yield Violation(f"{flag} {given}: give the root {Path(given).parent}, and --ckpt-step to pick a step")
 
 
 def _same_folder(save: str, load: str | None) -> bool:
@@ -61,16 +66,20 @@ def _same_folder(save: str, load: str | None) -> bool:
 
 def save_is_free(config: Config) -> Iterator[Violation]:
     """A run never writes among an older run's checkpoints unless it resumes."""
-    checkpoint = config.checkpoint
-    if checkpoint.save is None or _same_folder(checkpoint.save, checkpoint.load):
+    if config.checkpoint.save is not None:
+        yield from folder_is_free("--save", config.checkpoint.save, "--load", config.checkpoint.load)
+
+
+def folder_is_free(flag: str, save: str, load_flag: str, load: str | None) -> Iterator[Violation]:
+    """A folder to save to is new or empty, or the one that the run resumes from."""
+    if _same_folder(save, load):
         return
-    folder = Path(checkpoint.save)
+    folder = Path(save)
     if folder.is_file():
-        yield Violation(f"--save {checkpoint.save}: this is a file, not a folder")
+        yield Violation(f"{flag} {save}: this is a file, not a folder")
     elif folder.is_dir() and any(folder.iterdir()):
         yield Violation(
-            f"--save {checkpoint.save}: the folder is not empty; resume from it by --load {checkpoint.save}, "
-            "or give another one"
+            f"{flag} {save}: the folder is not empty; resume from it by {load_flag} {save}, or give another one"
         )
 
 

@@ -39,7 +39,8 @@ def _each(names: str, allowed: Range) -> Iterable[tuple[str, Range]]:
 RANGES: Mapping[str, Range] = dict(
     (
         *_each(
-            "actor_num_nodes actor_num_gpus_per_node rollout_num_gpus_per_engine num_gpus_per_node "
+            "actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node "
+            "rollout_num_gpus_per_engine num_gpus_per_node "
             "distributed_timeout_minutes save_interval make_vocab_size_divisible_by rollout_batch_size "
             "n_samples_per_prompt num_epoch rollout_max_response_len rollout_max_prompt_len rollout_max_context_len "
             "global_batch_size num_steps_per_rollout micro_batch_size max_tokens_per_gpu log_probs_max_tokens_per_gpu "
@@ -51,6 +52,7 @@ RANGES: Mapping[str, Range] = dict(
             Range(1),
         ),
         *_each(
+            "num_critic_only_steps critic_lr value_clip "
             "num_rollout ckpt_step ref_ckpt_step start_rollout_id train_memory_margin_bytes lr min_lr lr_warmup_init "
             "lr_warmup_iters weight_decay clip_grad eps_clip_high kl_loss_coef kl_coef eval_min_new_tokens "
             "weight_probe_interval eval_temperature rollout_seed seed rollout_num_gpus",

@@ -4,6 +4,7 @@ from vime.config.sections.algorithm import Algorithm
 from vime.config.sections.batch import Batch
 from vime.config.sections.checkpoint import Checkpoint
 from vime.config.sections.cluster import Cluster
+from vime.config.sections.critic import Critic
 from vime.config.sections.data import Data
 from vime.config.sections.engine import Engine
 from vime.config.sections.evaluation import Evaluation
@@ -21,6 +22,7 @@ SECTIONS: dict[str, type] = {
     "rollout": Rollout,
     "batch": Batch,
     "algorithm": Algorithm,
+    "critic": Critic,
     "optimizer": Optimizer,
     "parallel": Parallel,
     "reward": Reward,
@@ -37,6 +39,7 @@ __all__ = [
     "Batch",
     "Checkpoint",
     "Cluster",
+    "Critic",
     "Data",
     "Engine",
     "Evaluation",

@@ -40,6 +40,11 @@ class Algorithm:
         return advantages.get(self.advantage_estimator)
 
     @property
+    def needs_critic(self) -> bool:
+        """Whether a critic is trained along."""
+        return self.estimator.needs_critic
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a reference model must be loaded and run."""
         return self.use_kl_loss or self.kl_loss_coef != 0 or self.kl_coef != 0

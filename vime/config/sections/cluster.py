@@ -15,6 +15,11 @@ class Cluster:
 
     actor_num_nodes: int = flag(1, help="Training nodes.")
     actor_num_gpus_per_node: int = flag(8, help="Training slots of each node; the training world has nodes x this.")
+    critic_num_nodes: int | None = derived("actor-num-nodes with ppo", help="Nodes of the critic.")
+    critic_num_gpus_per_node: int | None = derived(
+        "actor-num-gpus-per-node with ppo", help="Slots of the critic on each of its nodes."
+    )
+    colocate_critic: bool = flag(False, help="Actor and critic take turns on the actor's slots.")
     rollout_num_gpus: int = derived(
         "the training slots under colocate, else required",
         help="Slots of all engines together; a multiple of --rollout-num-gpus-per-engine. Ignored under --colocate.",
@@ -36,6 +41,21 @@ class Cluster:
     @property
     def train_world_size(self) -> int:
         return self.actor_num_nodes * self.actor_num_gpus_per_node
+
+    @property
+    def critic_world_size(self) -> int:
+        """0 without a critic."""
+        return (self.critic_num_nodes or 0) * (self.critic_num_gpus_per_node or 0)
+
+    @property
+    def train_slots(self) -> int:
+        """Slots of actor and critic together; the actor's are the first."""
+        return self.train_world_size + (0 if self.colocate_critic else self.critic_world_size)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the whole run; the engines' are the last, or under --colocate the actor's."""
+        return self.train_slots + (0 if self.colocate else self.rollout_num_gpus)
 
     @property
     def num_engines(self) -> int:
