@@ -7,10 +7,17 @@ import pytest
 from tests.config import sample_hooks
 from vime.config import resolve
 from vime.config.sections import Hooks as HookFlags
+from vime.config.unimplemented import UNIMPLEMENTED
 from vime.errors import UserError
-from vime.plugins import CONTRACTS, accepted_keywords, load_function, resolve_hooks
+from vime.plugins import CONTRACTS, Contract, Hooks, accepted_keywords, load_function, resolve_hooks
+from vime.plugins import rollout as contracts
 
 HERE = "tests.config.sample_hooks"
+
+
+def function_of(hooks: Hooks, contract: Contract):
+    hook = hooks.get(contract)
+    return hook and hook.function
 
 
 def problems(flags, *words: str) -> list[str]:
@@ -24,13 +31,16 @@ def test_a_colon_or_the_last_dot_separates_module_and_function(path):
     assert load_function(path, "--custom-rm-path") is sample_hooks.reward
 
 
-def test_every_hook_flag_has_a_contract():
-    assert set(CONTRACTS) == set(HookFlags.__dataclass_fields__)
+def test_every_hook_flag_has_a_contract_and_every_contract_a_flag():
+    flags = set(HookFlags.__dataclass_fields__)
+    assert flags <= set(CONTRACTS)
+    waiting = {contract.flag.removeprefix("--") for name, contract in CONTRACTS.items() if name not in flags}
+    assert waiting <= UNIMPLEMENTED, "a run refuses it, check-plugin does not"
 
 
 def test_nothing_given_resolves_to_nothing(flags):
     hooks = resolve_hooks(resolve(flags()).config)
-    assert hooks.custom_rm is None and hooks.data_source is None
+    assert all(hooks.get(contract) is None for contract in CONTRACTS.values())
 
 
 def test_right_functions_are_resolved(flags):
@@ -40,15 +50,15 @@ def test_right_functions_are_resolved(flags):
         --rollout-sample-filter-path {HERE}:sample_filter --custom-rollout-log-function-path {HERE}:log
     """
     hooks = resolve_hooks(resolve(flags(*words.split())).config)
-    assert hooks.custom_rm is sample_hooks.reward
-    assert hooks.data_source is sample_hooks.Source
-    assert hooks.eval_function is sample_hooks.rollout  # follows the rollout function
+    assert function_of(hooks, contracts.CUSTOM_RM) is sample_hooks.reward
+    assert function_of(hooks, contracts.DATA_SOURCE) is sample_hooks.Source
+    assert function_of(hooks, contracts.EVAL_FUNCTION) is sample_hooks.rollout  # follows the rollout function
 
 
 @pytest.mark.parametrize("name", ["reward_with_keywords", "reward_object"])
 def test_keywords_and_callable_objects_are_fine(flags, name):
     hooks = resolve_hooks(resolve(flags("--custom-rm-path", f"{HERE}:{name}")).config)
-    assert hooks.custom_rm is getattr(sample_hooks, name)
+    assert function_of(hooks, contracts.CUSTOM_RM) is getattr(sample_hooks, name)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +110,7 @@ def test_what_a_module_raises_on_import_is_said(flags, tmp_path, monkeypatch):
 
 def test_all_wrong_functions_are_said_and_a_shared_one_once(flags):
     lines = problems(flags, "--custom-rm-path", "x", "--custom-generate-function-path", f"{HERE}:reward")
-    assert [line.split()[0] for line in lines] == ["--custom-rm-path", "--custom-generate-function-path"]
+    assert [line.split()[0] for line in lines] == ["--custom-generate-function-path", "--custom-rm-path"]
     assert len(problems(flags, "--rollout-function-path", f"{HERE}:nothing_like_it")) == 1
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from vime.errors import UserError
+from vime.plugins import Hook
 from vime.rewards.hub import RewardHub
 from vime.types import Grade, GradeStatus, Sample, Status
 
@@ -54,8 +55,12 @@ def returning(value):
     return custom_rm
 
 
-def custom(function, **settings):
-    return RewardHub(Settings(**settings), FakePool(), custom_rm=function, custom_rm_name="my:rm")
+def hook(function, log=None):
+    return Hook(function, "--custom-rm-path", "my:rm", log)
+
+
+def custom(function, log=None, **settings):
+    return RewardHub(Settings(**settings), FakePool(), custom_rm=hook(function, log))
 
 
 # --- the order of precedence ---------------------------------------------------------------------
@@ -77,13 +82,13 @@ async def test_the_custom_function_comes_before_rm_types_and_gets_args():
     async def custom_rm(args, sample, **kw):
         return args["bonus"] + sample.index
 
-    hub = RewardHub(Settings("math"), FakePool(), args={"bonus": 10}, custom_rm=custom_rm)
+    hub = RewardHub(Settings("math"), FakePool(), args={"bonus": 10}, custom_rm=hook(custom_rm))
     assert (await rewarded(hub, sample(metadata={"rm_type": "dapo"}))).reward == 13.0
 
 
 async def test_the_sample_s_own_function_comes_first_even_with_group_rm():
     hub = RewardHub(
-        Settings(group_rm=True), FakePool(), custom_rm=returning([1.0]), resolve=lambda path: returning(7.0)
+        Settings(group_rm=True), FakePool(), custom_rm=hook(returning([1.0])), resolve=lambda path: hook(returning(7.0))
     )
     samples = [sample(0, custom_rm_path="mine:f"), sample(1)]
     await hub.reward_group(samples)
@@ -170,15 +175,19 @@ async def test_an_error_of_a_grader_leaves_no_reward():
 # --- failures of functions ---------------------------------------------------------------------------
 
 
-async def test_an_exception_is_an_error_with_its_message(caplog):
+async def test_an_exception_is_an_error_with_its_message_and_its_traceback_is_in_the_log(tmp_path):
     async def custom_rm(args, sample):
         raise KeyError("tests")
 
-    hub = custom(custom_rm)
-    for _ in range(2):
-        one = await rewarded(hub)
-    assert one.grade.detail == "--custom-rm-path my:rm: raised KeyError: 'tests', for sample 3 (group 1, rollout 0)"
-    assert len(caplog.records) == 1  # the traceback is logged once
+    log = tmp_path / "logs" / "custom_functions.log"
+    one = await rewarded(custom(custom_rm, log))
+    line = custom_rm.__code__.co_firstlineno + 1
+    assert one.grade.detail == (
+        f"--custom-rm-path my:rm: raised KeyError: 'tests' (test_hub.py:{line}), traceback in {log}, "
+        "for sample 3 (group 1, rollout 0)"
+    )
+    assert log.read_text().startswith("--custom-rm-path my:rm\nTraceback (most recent call last):\n")
+    assert 'raise KeyError("tests")' in log.read_text()
 
 
 async def test_a_function_that_sleeps_for_an_hour_is_an_error_after_its_deadline():
@@ -198,11 +207,6 @@ async def test_cancelling_passes_through():
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-
-
-def test_a_plain_function_is_refused_at_once():
-    with pytest.raises(UserError, match="my:rm must be an async function"):
-        custom(lambda args, sample: 1.0)
 
 
 def test_an_unknown_rm_type_is_refused_at_once():

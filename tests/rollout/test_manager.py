@@ -26,7 +26,7 @@ def make(generator=None, rewarder=None, *, concurrency=4, eval_sets=(), source=N
         batch_size=3,
         sampling=SamplingParams(max_tokens=8),
         post_process=lambda samples: ([s.score() for s in samples],) * 2,
-        metrics=lambda rollout_id, groups, seconds: {"rollout/groups": float(len(groups))},
+        metrics=lambda rollout_id, collected, seconds: {"rollout/groups": float(len(collected.groups))},
         recorder=recorder,
         eval_sets=eval_sets,
     )

@@ -15,8 +15,9 @@ COMMANDS: Mapping[str, str] = {
     "explain": "show every value of a configuration and where it comes from",
     "data": "look at prompts as the model will see them",
     "grade": "grade answers from the command line",
+    "check-plugin": "try your custom functions on synthetic values",
 }
-"""Name of a module in ``vime.cli`` → what it is for. A command is imported only when it runs."""
+"""Name of a module in ``vime.cli`` (a dash for an underscore) → what it is for. A command is imported when it runs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def load(name: str) -> Callable[[Sequence[str]], int]:
     """The ``main`` of a command's module."""
-    command: Callable[[Sequence[str]], int] = importlib.import_module(f"vime.cli.{name}").main
+    command: Callable[[Sequence[str]], int] = importlib.import_module(f"vime.cli.{name.replace('-', '_')}").main
     return command
 
 

@@ -9,25 +9,17 @@ and the sample, and its reward stays None.
 from __future__ import annotations
 
 import asyncio
-import inspect
-import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from vime.errors import UserError
-from vime.plugins import accepted_keywords
+from vime.plugins import Hook
 from vime.ports import GraderPool
 from vime.rewards import registry
 from vime.rewards.extract import last_boxed
 from vime.rewards.remote_rm import RemoteReward
 from vime.rewards.values import RewardFailed, set_error, set_value
 from vime.types import Sample, Status
-
-_log = logging.getLogger(__name__)
-
-CustomReward = Callable[..., Awaitable[Any]]
-"""async f(args, sample, **kw), or async f(args, samples, **kw) with ``--group-rm``."""
 
 
 class RewardSettings(Protocol):
@@ -47,26 +39,6 @@ class RewardSettings(Protocol):
     def rm_timeout_s(self) -> float: ...
 
 
-@dataclass(frozen=True)
-class _Hook:
-    """A user's reward function, and how messages name it."""
-
-    function: CustomReward
-    name: str
-    takes_evaluation: bool
-
-    @classmethod
-    def of(cls, function: CustomReward, name: str) -> _Hook:
-        """Raises UserError where the function is not asynchronous."""
-        if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
-            raise UserError(f"{name} must be an async function (async def f(args, sample))")
-        return cls(function, name, bool(accepted_keywords(function, ("evaluation",))))
-
-    async def __call__(self, args: Any, what: Sample | list[Sample], evaluation: bool) -> Any:
-        keywords = {"evaluation": evaluation} if self.takes_evaluation else {}
-        return await self.function(args, what, **keywords)
-
-
 class RewardHub:
     """Puts rewards on samples. One for a run; close it at the end (the pool belongs to whoever made it).
 
@@ -75,7 +47,6 @@ class RewardHub:
         pool: where rule graders run.
         args: what custom functions get first, ``config.args``.
         custom_rm: the function of ``--custom-rm-path``; with ``group_rm`` it gets the list of a group's samples.
-        custom_rm_name: its path, for messages.
         resolve: path → function, for samples which carry their own ``custom_rm_path``.
         remote: the reward service, where it is not the one at ``rm_url``.
     """
@@ -86,19 +57,17 @@ class RewardHub:
         pool: GraderPool,
         *,
         args: Any = None,
-        custom_rm: CustomReward | None = None,
-        custom_rm_name: str = "",
-        resolve: Callable[[str], CustomReward] | None = None,
+        custom_rm: Hook | None = None,
+        resolve: Callable[[str], Hook] | None = None,
         remote: RemoteReward | None = None,
     ) -> None:
         self._settings = settings
         self._pool = pool
         self._args = args
-        self._custom = _Hook.of(custom_rm, f"--custom-rm-path {custom_rm_name}".strip()) if custom_rm else None
+        self._custom = custom_rm
         self._resolve = resolve
         self._remote = remote or (RemoteReward(settings.rm_url) if settings.rm_url else None)
-        self._own: dict[str, _Hook] = {}  # custom_rm_path of samples → function
-        self._logged: set[str] = set()
+        self._own: dict[str, Hook] = {}  # custom_rm_path of samples → function
         if settings.rm_type is not None:
             registry.check(settings.rm_type)
 
@@ -150,7 +119,7 @@ class RewardHub:
             except RewardFailed as error:
                 set_error(sample, f"{source}: {error}, for {sample.name}")
 
-    async def _ask(self, hook: _Hook, sample: Sample, evaluation: bool) -> Any:
+    async def _ask(self, hook: Hook, sample: Sample, evaluation: bool) -> Any:
         return await self._call(hook, sample, evaluation, 1)
 
     async def _grade(self, rm_type: str, sample: Sample) -> Any:
@@ -163,35 +132,29 @@ class RewardHub:
         response = (last_boxed(sample.response) or "") if boxed else sample.response
         return await self._remote.ask(sample.prompt, response, sample.label)
 
-    async def _call(self, hook: _Hook, what: Sample | list[Sample], evaluation: bool, count: int) -> Any:
+    async def _call(self, hook: Hook, what: Sample | list[Sample], evaluation: bool, count: int) -> Any:
         """Calls a user's function, with ``count`` times the deadline of one sample."""
         deadline = asyncio.timeout(self._settings.rm_timeout_s * count)
+        keywords = {"evaluation": evaluation} if hook.takes("evaluation") else {}
         try:
             async with deadline:
-                return await hook(self._args, what, evaluation)
+                return await hook.function(self._args, what, **keywords)
         except Exception as error:
             if deadline.expired():
                 raise RewardFailed(f"deadline of {self._settings.rm_timeout_s * count:g} s exceeded") from None
-            self._log_once(hook)
-            raise RewardFailed(f"raised {type(error).__name__}: {error}") from error
-
-    def _log_once(self, hook: _Hook) -> None:
-        """The traceback of a function's first exception; the samples carry the message of each."""
-        if hook.name not in self._logged:
-            self._logged.add(hook.name)
-            _log.warning("%s raised an exception", hook.name, exc_info=True)
+            raise RewardFailed(hook.explained(error)) from error
 
     def _is_for_group(self, sample: Sample) -> bool:
         return self.by_group and sample.custom_rm_path is None
 
-    def _hook_of(self, sample: Sample) -> _Hook | None:
+    def _hook_of(self, sample: Sample) -> Hook | None:
         path = sample.custom_rm_path
         if path is None:
             return self._custom
         if path not in self._own:
             if self._resolve is None:
                 raise RewardFailed(f"the sample's custom_rm_path {path} cannot be resolved here")
-            self._own[path] = _Hook.of(self._resolve(path), path)
+            self._own[path] = self._resolve(path)
         return self._own[path]
 
     def _rm_type(self, sample: Sample) -> str:

@@ -18,16 +18,25 @@ from vime.data.tokenizer import load_tokenizer
 from vime.errors import UserError
 from vime.models import load_shape
 from vime.observe.rollout_metrics import rollout_metrics
-from vime.plugins import CONTRACTS, Hooks, load_checked, resolve_hooks
+from vime.plugins import Hooks, resolve_hooks
+from vime.plugins import rollout as contracts
+from vime.plugins.catalog import load_hook, log_file
 from vime.ports import DataSource, Generator, GraderPool, Recorder
 from vime.rewards import registry
 from vime.rewards.hub import RewardHub
 from vime.rewards.pool import GraderProcessPool
 from vime.rollout.conversion import PostProcess
-from vime.rollout.evaluation import EvalData, EvalSet, eval_metrics
+from vime.rollout.evaluation import EvalSet, Evaluated, eval_metrics
 from vime.rollout.generate import SingleTurn
-from vime.rollout.hooks import custom_evaluation, custom_generate, custom_post_process, custom_rollout
-from vime.rollout.manager import EvalMetrics, Generate, Rewarder, RolloutManager, RolloutMetrics, Runner
+from vime.rollout.hooks import (
+    CustomSource,
+    custom_evaluation,
+    custom_generate,
+    custom_post_process,
+    custom_rollout,
+    sample_filter,
+)
+from vime.rollout.manager import Collected, EvalMetrics, Generate, Rewarder, RolloutManager, RolloutMetrics, Runner
 from vime.types import Group, Sample, SamplingParams, WeightVersion
 
 
@@ -72,8 +81,11 @@ def load_prompts(config: Config) -> Prompts:
     checkpoint = config.checkpoint
     tokenizer = load_tokenizer(checkpoint.hf_checkpoint, trust_remote_code=checkpoint.trust_remote_code)
     encoder = encoder_of(config, tokenizer)
-    source = hooks.data_source(config.args) if hooks.data_source else PromptSource.from_config(config, encoder)
-    graded_by_rule = hooks.custom_rm is None
+    own_source = hooks.get(contracts.DATA_SOURCE)
+    source: DataSource = (
+        CustomSource(own_source, config.args) if own_source else PromptSource.from_config(config, encoder)
+    )
+    graded_by_rule = hooks.get(contracts.CUSTOM_RM) is None
     return Prompts(
         hooks=hooks,
         tokenizer=tokenizer,
@@ -139,9 +151,8 @@ def make_hub(config: Config, prompts: Prompts, args: Args, pool: GraderPool) -> 
         config.reward,
         pool,
         args=args,
-        custom_rm=prompts.hooks.custom_rm,
-        custom_rm_name=config.hooks.custom_rm_path or "",
-        resolve=lambda path: load_checked(path, "custom_rm_path of a sample", CONTRACTS["custom_rm_path"]),
+        custom_rm=prompts.hooks.get(contracts.CUSTOM_RM),
+        resolve=lambda path: load_hook(path, "custom_rm_path of a sample", contracts.CUSTOM_RM, log_file(config)),
     )
 
 
@@ -163,7 +174,8 @@ def make_manager(
     hooks = prompts.hooks
     generate = _generate(prompts, args, generator)
     concurrency = config.engine.vllm_server_concurrency * max(config.cluster.num_engines, 1)
-    filters = hooks.rollout_sample_filter
+    collect, evaluate = hooks.get(contracts.ROLLOUT_FUNCTION), hooks.get(contracts.EVAL_FUNCTION)
+    removes = hooks.get(contracts.ROLLOUT_SAMPLE_FILTER)
     return RolloutManager(
         source=prompts.source,
         runner=Runner(generate, rewarder, seed=config.data.rollout_seed, concurrency=concurrency),
@@ -174,15 +186,16 @@ def make_manager(
         recorder=recorder,
         eval_sets=[_eval_set(config, dataset, source) for dataset, source in prompts.eval_sources],
         eval_metrics=_eval_metrics(hooks, args),
-        collect=custom_rollout(hooks.rollout_function, args, prompts.source) if hooks.rollout_function else None,
-        evaluate=custom_evaluation(hooks.eval_function, args, prompts.source) if hooks.eval_function else None,
-        sample_filter=functools.partial(filters, args) if filters else None,
+        collect=custom_rollout(collect, args, prompts.source) if collect else None,
+        evaluate=custom_evaluation(evaluate, args, prompts.source) if evaluate else None,
+        sample_filter=sample_filter(removes, args) if removes else None,
     )
 
 
 def _generate(prompts: Prompts, args: Args, generator: Generator) -> Generate:
-    if prompts.hooks.custom_generate_function is not None:
-        return custom_generate(prompts.hooks.custom_generate_function, args)
+    custom = prompts.hooks.get(contracts.CUSTOM_GENERATE)
+    if custom is not None:
+        return custom_generate(custom, args)
     tokenizer, skip = prompts.tokenizer, args.rollout_skip_special_tokens
 
     def decode(token_ids: Sequence[int]) -> str:
@@ -235,31 +248,36 @@ def _eval_set(config: Config, dataset: EvalDataset, source: PromptSource) -> Eva
 
 def _rollout_metrics(config: Config, hooks: Hooks, args: Args, version: Callable[[], WeightVersion]) -> RolloutMetrics:
     score = functools.partial(Sample.score, reward_key=config.reward.reward_key)
-    log = hooks.custom_rollout_log_function
+    log = hooks.get(contracts.CUSTOM_ROLLOUT_LOG)
 
-    def metrics(rollout_id: int, groups: Sequence[Group], seconds: float) -> dict[str, float]:
+    def metrics(rollout_id: int, collected: Collected, seconds: float) -> dict[str, float]:
+        groups = collected.groups
         found = rollout_metrics(
             groups, seconds, score=score, engine_slots=config.cluster.rollout_num_gpus, version=version()
         )
+        found |= collected.metrics
         samples = [sample for group in groups for sample in group]
-        return {} if log is not None and log(rollout_id, args, samples, found, seconds) else found
+        about = f"rollout {rollout_id}"
+        return {} if log is not None and log.call(rollout_id, args, samples, found, seconds, about=about) else found
 
     return metrics
 
 
 def _eval_metrics(hooks: Hooks, args: Args) -> EvalMetrics:
-    log = hooks.custom_eval_rollout_log_function
+    log = hooks.get(contracts.CUSTOM_EVAL_ROLLOUT_LOG)
 
-    def metrics(rollout_id: int, data: EvalData) -> dict[str, float]:
-        found = eval_metrics(data)
-        return {} if log is not None and log(rollout_id, args, data, found) else found
+    def metrics(rollout_id: int, evaluated: Evaluated) -> dict[str, float]:
+        found = eval_metrics(evaluated.data) | dict(evaluated.metrics)
+        about = f"the evaluation before rollout {rollout_id}"
+        return {} if log is not None and log.call(rollout_id, args, evaluated.data, found, about=about) else found
 
     return metrics
 
 
 def _post_process(config: Config, hooks: Hooks, args: Args) -> PostProcess:
-    if hooks.custom_reward_post_process is not None:
-        return custom_post_process(hooks.custom_reward_post_process, args)
+    custom = hooks.get(contracts.CUSTOM_REWARD_POST_PROCESS)
+    if custom is not None:
+        return custom_post_process(custom, args)
     algorithm, key = config.algorithm, config.reward.reward_key
 
     def post_process(samples: list[Sample]) -> tuple[list[float], list[float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vime.rollout.conversion import is_graded
@@ -12,7 +12,16 @@ from vime.types import Group, Sample, SamplingParams, mean
 EvalData = Mapping[str, Mapping[str, Any]]
 """Name of the set → {"rewards": numbers of the graded samples, "truncated": a bool each, "samples": all of them}."""
 
-Evaluate = Callable[[int], Awaitable[EvalData]]
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """What an evaluation gave."""
+
+    data: EvalData
+    metrics: Mapping[str, float] = field(default_factory=dict)  # beside those that are made from the data
+
+
+Evaluate = Callable[[int], Awaitable[Evaluated]]
 """rollout_id → what the evaluation gave; what ``--eval-function-path`` replaces."""
 
 

@@ -3,93 +3,114 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import inspect
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from typing import Any
 
-from vime.errors import UserError
-from vime.plugins import accepted_keywords
+from vime.plugins import Hook
+from vime.plugins.answers import eval_data_and_metrics, generated_sample, groups_and_metrics, new_groups, rewards_pair
+from vime.plugins.contract import read_nothing
+from vime.plugins.rollout import request_params
+from vime.plugins.trial import is_coroutine_function
 from vime.ports import DataSource
-from vime.rollout.evaluation import EvalData, Evaluate
-from vime.rollout.manager import CollectGroups, Generate
-from vime.types import Group, InvalidSample, Sample, SamplingParams
-
-Function = Callable[..., Any]
+from vime.rollout.evaluation import Evaluate, Evaluated
+from vime.rollout.manager import Collect, Collected, Generate
+from vime.types import Group, Sample, SamplingParams
 
 
-def custom_generate(function: Function, args: Any) -> Generate:
+class CustomSource:
+    """``--data-source-path``: an object of the user's class; implements ``ports.DataSource``."""
+
+    def __init__(self, hook: Hook, args: Any) -> None:
+        source: Any = hook.call(args, about="the start of the run")
+        self._get, self._add, self._save, self._load, self._len = (
+            hook.method(source, name) for name in ("get_samples", "add_samples", "save", "load", "__len__")
+        )
+
+    def get_samples(self, n: int) -> list[Group]:
+        return self._get.call(n, about=f"{n} groups", read=functools.partial(new_groups, wanted=n))
+
+    def add_samples(self, groups: list[Group]) -> None:
+        self._add.call(groups, about=f"{len(groups)} groups")
+
+    def save(self, rollout_id: int) -> None:
+        """It keeps its own files."""
+        self._save.call(rollout_id, about=f"the checkpoint of rollout {rollout_id}")
+
+    def load(self, rollout_id: int) -> None:
+        self._load.call(rollout_id, about=f"the checkpoint of rollout {rollout_id}")
+
+    def __len__(self) -> int:
+        return int(self._len.call(about="its prompts"))
+
+
+def custom_generate(hook: Hook, args: Any) -> Generate:
     """``--custom-generate-function-path``: async f(args, sample, sampling_params[, evaluation]) → the sample."""
-    takes_evaluation = bool(accepted_keywords(function, ("evaluation",)))
+    takes_evaluation = hook.takes("evaluation")
 
     async def generate(sample: Sample, params: SamplingParams, evaluation: bool) -> Sample:
         keywords = {"evaluation": evaluation} if takes_evaluation else {}
-        result = await function(args, sample, request_params(params), **keywords)
-        if not isinstance(result, Sample):
-            raise UserError(
-                f"--custom-generate-function-path must return the Sample, not {type(result).__name__}, "
-                f"for {sample.name}"
-            )
-        return result
+        read = functools.partial(generated_sample, index=sample.index, group_index=sample.group_index)
+        return await hook.acall(args, sample, request_params(params), **keywords, about=sample.name, read=read)
 
     return generate
 
 
-def request_params(params: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters as users' functions get them: a dict that fits into a request to the engine."""
-    values = dataclasses.asdict(params)
-    return values | {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
-
-
-def custom_rollout(function: Function, args: Any, source: DataSource) -> CollectGroups:
+def custom_rollout(hook: Hook, args: Any, source: DataSource) -> Collect:
     """``--rollout-function-path``: f(args, rollout_id, data_source, evaluation=False) → groups, or an object that has
     them as ``samples``. It may be a plain function; then it runs in a thread."""
 
-    async def collect(rollout_id: int) -> list[Group]:
-        result = await _call(function, args, rollout_id, source, evaluation=False)
-        groups = getattr(result, "samples", result)
-        if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
-            raise UserError("--rollout-function-path must return a list of groups, each a list of samples")
+    async def collect(rollout_id: int) -> Collected:
+        groups, metrics = await _call(
+            hook, args, rollout_id, source, evaluation=False, about=f"rollout {rollout_id}", read=groups_and_metrics
+        )
         for sample in (sample for group in groups for sample in group):
-            if not isinstance(sample, Sample):
-                raise UserError(f"--rollout-function-path: a group holds a {type(sample).__name__} instead of a Sample")
             sample.rollout_id = rollout_id
-        return groups
+        return Collected(groups=groups, metrics=metrics)
 
     return collect
 
 
-def custom_evaluation(function: Function, args: Any, source: DataSource) -> Evaluate:
+def custom_evaluation(hook: Hook, args: Any, source: DataSource) -> Evaluate:
     """``--eval-function-path``: the same with evaluation=True → {name: {rewards, truncated, samples}}, or an object
     that has it as ``data``."""
 
-    async def evaluate(rollout_id: int) -> EvalData:
-        result = await _call(function, args, rollout_id, source, evaluation=True)
-        data = getattr(result, "data", result)
-        if not isinstance(data, Mapping) or not all("rewards" in entry for entry in data.values()):
-            raise UserError("--eval-function-path must return a dict of data sets, each a dict with the key rewards")
-        return data
+    async def evaluate(rollout_id: int) -> Evaluated:
+        about = f"the evaluation before rollout {rollout_id}"
+        data, metrics = await _call(
+            hook, args, rollout_id, source, evaluation=True, about=about, read=eval_data_and_metrics
+        )
+        return Evaluated(data=data, metrics=metrics)
 
     return evaluate
 
 
-async def _call(function: Function, *arguments: Any, **keywords: Any) -> Any:
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments, **keywords)
-    return await asyncio.to_thread(function, *arguments, **keywords)
+async def _call(hook: Hook, *arguments: Any, **keywords: Any) -> Any:
+    if is_coroutine_function(hook.function):
+        return await hook.acall(*arguments, **keywords)
+    return await asyncio.to_thread(functools.partial(hook.call, *arguments, **keywords))
 
 
-def custom_post_process(function: Function, args: Any) -> Callable[[list[Sample]], tuple[list[float], list[float]]]:
+def custom_post_process(hook: Hook, args: Any) -> Callable[[list[Sample]], tuple[list[float], list[float]]]:
     """``--custom-reward-post-process-path``: f(args, samples) → (raw rewards, rewards)."""
 
     def post_process(samples: list[Sample]) -> tuple[list[float], list[float]]:
-        result = function(args, samples)
-        try:
-            raw, rewards = ([float(value) for value in values] for values in result)
-        except (TypeError, ValueError) as error:
-            raise InvalidSample(
-                f"--custom-reward-post-process-path must return two lists of numbers, (raw rewards, rewards): {error}"
-            ) from None
-        return raw, rewards
+        read = functools.partial(rewards_pair, count=len(samples))
+        return hook.call(args, samples, about=about_rollout(samples), read=read)
 
     return post_process
+
+
+def sample_filter(hook: Hook, args: Any) -> Callable[[list[Group]], None]:
+    """``--rollout-sample-filter-path``: f(args, groups), which sets ``remove_sample``."""
+
+    def apply(groups: list[Group]) -> None:
+        samples = [sample for group in groups for sample in group]
+        hook.call(args, groups, about=about_rollout(samples), read=read_nothing)
+
+    return apply
+
+
+def about_rollout(samples: list[Sample]) -> str:
+    """How messages name the rollout of these samples."""
+    return f"rollout {samples[0].rollout_id}"

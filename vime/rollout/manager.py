@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from vime.ports import DataSource, Recorder
 from vime.rollout.conversion import PostProcess, to_rollout_batch
-from vime.rollout.evaluation import EvalData, EvalSet, Evaluate, eval_metrics
+from vime.rollout.evaluation import EvalSet, Evaluate, Evaluated, eval_metrics
 from vime.rollout.sampling import SamplingLoop
 from vime.rollout.tasks import together
 from vime.types import Group, RolloutBatch, Sample, SamplingParams, derive_seed
@@ -17,13 +17,23 @@ from vime.types import Group, RolloutBatch, Sample, SamplingParams, derive_seed
 Generate = Callable[[Sample, SamplingParams, bool], Awaitable[Sample]]
 """(sample, how to sample, whether for evaluation) → the sample, filled."""
 
-CollectGroups = Callable[[int], Awaitable[list[Group]]]
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """The closed groups of a rollout."""
+
+    groups: list[Group]
+    dropped: Sequence[Group] = ()  # finished too, but filtered out
+    metrics: Mapping[str, float] = field(default_factory=dict)  # beside those that are made from the groups
+
+
+Collect = Callable[[int], Awaitable[Collected]]
 """rollout_id → closed groups; what ``--rollout-function-path`` replaces."""
 
-RolloutMetrics = Callable[[int, Sequence[Group], float], dict[str, float]]
-"""(rollout_id, groups, seconds) → metrics."""
+RolloutMetrics = Callable[[int, Collected, float], dict[str, float]]
+"""(rollout_id, what was collected, seconds) → metrics."""
 
-EvalMetrics = Callable[[int, EvalData], dict[str, float]]
+EvalMetrics = Callable[[int, Evaluated], dict[str, float]]
 """(rollout_id, what the evaluation gave) → metrics."""
 
 
@@ -92,8 +102,8 @@ class RolloutManager:
         metrics: RolloutMetrics,
         recorder: Recorder,
         eval_sets: Sequence[EvalSet] = (),
-        eval_metrics: EvalMetrics = lambda rollout_id, data: eval_metrics(data),
-        collect: CollectGroups | None = None,
+        eval_metrics: EvalMetrics = lambda rollout_id, found: eval_metrics(found.data) | dict(found.metrics),
+        collect: Collect | None = None,
         evaluate: Evaluate | None = None,
         sample_filter: Callable[[list[Group]], None] | None = None,
     ) -> None:
@@ -114,27 +124,29 @@ class RolloutManager:
         """One rollout: sampled, graded, recorded, and turned into a batch."""
         clock = asyncio.get_running_loop().time
         begin = clock()
-        groups = await self._collect(rollout_id)
-        metrics = self._metrics(rollout_id, groups, clock() - begin)
+        collected = await self._collect(rollout_id)
+        groups = collected.groups
+        metrics = self._metrics(rollout_id, collected, clock() - begin)
         if self._sample_filter is not None:
             self._sample_filter(groups)
         self._recorder.samples(rollout_id, [sample for group in groups for sample in group])
         return replace(to_rollout_batch(rollout_id, groups, self._post_process), metrics=metrics)
 
-    async def _sample(self, rollout_id: int) -> list[Group]:
+    async def _sample(self, rollout_id: int) -> Collected:
         loop = SamplingLoop(self._source, lambda group: self._runner.run(group, rollout_id, self._sampling))
-        return await loop.collect(self._batch_size)
+        groups = await loop.collect(self._batch_size)
+        return Collected(groups=groups, dropped=loop.dropped)
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
         """All evaluation sets under the weights of now; metrics ``eval/NAME`` and the like."""
-        data = await self._evaluate(rollout_id)
-        for name, entry in data.items():
+        found = await self._evaluate(rollout_id)
+        for name, entry in found.data.items():
             self._recorder.samples(rollout_id, entry.get("samples") or [], name=f"eval_{name}")
-        return self._eval_metrics(rollout_id, data)
+        return self._eval_metrics(rollout_id, found)
 
-    async def _evaluate_sets(self, rollout_id: int) -> EvalData:
+    async def _evaluate_sets(self, rollout_id: int) -> Evaluated:
         data = {}
         for eval_set in self._eval_sets:
             runs = (self._runner.run(g, rollout_id, eval_set.sampling, eval_set.name) for g in eval_set.groups())
             data[eval_set.name] = eval_set.result([sample for group in await together(runs) for sample in group])
-        return data
+        return Evaluated(data=data)

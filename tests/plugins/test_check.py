@@ -1,0 +1,128 @@
+"""What ``vime check-plugin`` says of custom functions that go wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vime.cli.main import main
+from vime.errors import UserError
+from vime.plugins.check import Verdict, check
+
+WRONG = [
+    ("custom-rm-path", "reward_of_text", "the reward must be a number, not '1'"),
+    ("custom-rm-path", "reward_nan", "the reward must be finite, not nan"),
+    ("custom-rm-path", "reward_nothing", "the reward must be a number, not None (for an empty answer"),
+    (
+        "custom-rm-path",
+        "reward_dict",
+        "the reward is a dict with ['accuracy']; name the key to train on by --reward-key",
+    ),
+    ("custom-rm-path", "reward_raises", "raised ZeroDivisionError: division by zero (wrong.py:"),
+    ("custom-rm-path", "reward_needs_metadata", "raised KeyError: 'tests'"),
+    ("custom-rm-path", "reward_coroutine", "which nobody awaits: write await before the call"),
+    ("custom-rm-path", "reward_forgets_await", "calls a coroutine function without await: coroutine 'fine' was never"),
+    ("custom-rm-path", "reward_changes_mask", "must not change sample.loss_mask"),
+    ("custom-rm-path", "reward_reads_unknown_flag", "args has no rollout_max_response_length; did you mean"),
+    ("custom-rm-path", "reward_writes_args", "args is read-only: bonus cannot be set"),
+    (
+        "custom-rm-path --group-rm",
+        "group_one_number",
+        "must return a list of 5 rewards, not float 1.0 (for a group of 5)",
+    ),
+    ("custom-rm-path --group-rm", "group_too_few", "must return a list of 5 rewards, not 4 of them (for a group of 5)"),
+    ("custom-generate-function-path", "generate_text", "must return the Sample, not str 'the answer'"),
+    ("custom-generate-function-path", "generate_fan_out", "must return the Sample, not list"),
+    ("custom-generate-function-path", "generate_pending", "must set sample.status"),
+    ("custom-generate-function-path", "generate_short_mask", "loss_mask has 1 entries for 2 response tokens"),
+    ("custom-generate-function-path", "generate_without_prompt", "returned a sample without prompt"),
+    ("custom-generate-function-path", "generate_new_sample", "must keep index 0 and group_index 0, not None and None"),
+    ("custom-generate-function-path", "generate_changes_label", "must not change sample.label"),
+    ("rollout-function-path", "rollout_flat", "must return a list of groups, each a list of samples, not list"),
+    ("rollout-function-path", "rollout_half", "returned 2 groups for --rollout-batch-size 4"),
+    ("rollout-function-path", "rollout_ungraded", "returned samples without a reward"),
+    ("eval-function-path", "evaluate_list", "must return a dict of data sets, not list [1.0, 0.0]"),
+    ("eval-function-path", "evaluate_scores", "returned no rewards for 'gsm8k'"),
+    ("data-source-path", "SourceWithoutIndices", "must give every sample an index, and every group a group_index"),
+    ("data-source-path", "SourceThatRepeats", "gave two samples the same index"),
+    ("data-source-path", "SourceOfEndlessLength", "must say its length as a whole number, not -1"),
+    ("rollout-sample-filter-path", "filter_returns", "must change its arguments in place and return nothing, not list"),
+    ("rollout-sample-filter-path", "filter_changes_reward", "must change nothing but remove_sample"),
+    ("rollout-sample-filter-path", "filter_breaks_on_failures", "raised TypeError: "),
+    ("custom-reward-post-process-path", "process_short", "returned 10 raw rewards and 11 rewards for 11 samples"),
+    ("custom-reward-post-process-path", "process_one_list", "must return two lists, (raw rewards, rewards), not list"),
+    ("custom-reward-post-process-path", "process_infinite", "gave inf as rewards[0], which must be finite"),
+    ("custom-reward-post-process-path", "process_by_position", "raised IndexError: "),
+    ("custom-reward-post-process-path", "process_changes_samples", "must not change samples[0].reward"),
+    ("custom-rollout-log-function-path", "log_divides", "raised TypeError: "),
+]
+
+
+def verdict(flag: str, function: str, *more: str) -> Verdict:
+    name, *switches = flag.split()
+    (found,) = check([f"--{name}", f"tests.plugins.wrong:{function}", *switches, *more])
+    return found
+
+
+@pytest.mark.parametrize(("flag", "function", "message"), WRONG, ids=[row[1] for row in WRONG])
+def test_what_is_wrong_is_said(flag: str, function: str, message: str) -> None:
+    found = verdict(flag, function)
+    assert any(message in problem for problem in found.problems), found.problems
+
+
+def test_a_problem_of_many_cases_is_said_once() -> None:
+    assert verdict("custom-rm-path", "reward_of_text").problems == (
+        "the reward must be a number, not '1' (for a complete answer and 9 more cases)",
+    )
+
+
+def test_a_problem_of_one_case_names_it() -> None:
+    (problem,) = verdict("custom-rm-path", "reward_raises").problems
+    assert problem.endswith("(for an empty answer and for an empty answer of an evaluation)")
+
+
+def test_the_traceback_starts_in_the_function() -> None:
+    (traceback, *_) = verdict("custom-rm-path", "reward_raises").tracebacks
+    assert traceback.count("File ") == 1 and "return 1 / len(sample.response)" in traceback
+
+
+def test_samples_have_the_metadata_of_the_prompt_data(tmp_path: Path) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text(json.dumps({"question": "1 + 1?", "metadata": {"tests": ["a"]}}) + "\n")
+    assert not verdict(
+        "custom-rm-path", "reward_needs_metadata", "--prompt-data", str(data), "--input-key", "question"
+    ).problems
+
+
+def test_the_entries_of_the_custom_config_are_in_args(tmp_path: Path) -> None:
+    file = tmp_path / "custom.yaml"
+    file.write_text("bonus: 0.5\n")
+    assert verdict("custom-rm-path", "reward_from_config").problems
+    assert not verdict("custom-rm-path", "reward_from_config", "--custom-config-path", str(file)).problems
+
+
+def test_the_command_prints_a_line_a_function_and_fails_if_one_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-plugin", "--custom-rm-path", "tests.plugins.wrong:fine"]) == 0
+    assert capsys.readouterr().out == "ok    --custom-rm-path tests.plugins.wrong:fine\n"
+    assert main(["check-plugin", "--custom-rm-path", "tests.plugins.wrong:reward_raises"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out.startswith("FAIL  --custom-rm-path tests.plugins.wrong:reward_raises: raised ZeroDivisionError")
+    assert "--custom-rm-path tests.plugins.wrong:reward_raises raised:\nTraceback" in shown.err
+
+
+def test_a_function_that_breaks_its_signature_is_not_called() -> None:
+    assert verdict("custom-rm-path", "process_short").problems == ("it must be an async function (async def)",)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--n-samples-per-prompt", "4"], "name a function by its flag"),
+        (["--custom-rm-paht", "a:b"], "unknown flag --custom-rm-paht; did you mean --custom-rm-path?"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("?", r"\?")):
+        check(words)

@@ -1,0 +1,132 @@
+"""What custom functions of the rollout return, read the same way in a run and in a trial.
+
+Each reader raises WrongAnswer, whose message goes on after the name of the function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vime.plugins.contract import WrongAnswer, shown
+from vime.types import Group, InvalidSample, Sample, Status
+
+EvalData = Mapping[str, Mapping[str, Any]]
+"""Name of the set → {"rewards": …, "truncated": …, "samples": …}."""
+
+
+def generated_sample(answer: Any, index: int | None, group_index: int | None) -> Sample:
+    """The sample that a generate function filled.
+
+    Args:
+        index, group_index: of the sample that it got; they are the sample's identity.
+    """
+    if not isinstance(answer, Sample):
+        raise WrongAnswer(f"must return the Sample, not {shown(answer)}")
+    if (answer.index, answer.group_index) != (index, group_index):
+        raise WrongAnswer(
+            f"must keep index {index} and group_index {group_index}, not {answer.index} and {answer.group_index}"
+        )
+    if answer.status is Status.PENDING:
+        raise WrongAnswer("must set sample.status to Sample.Status.COMPLETED, TRUNCATED, ABORTED or FAILED")
+    if answer.ended_well and answer.response_length:
+        try:
+            answer.validate()
+        except InvalidSample as error:
+            raise WrongAnswer(f"returned a sample that breaks a rule: {error}") from None
+        if answer.response_length == len(answer.tokens):
+            raise WrongAnswer("returned a sample without prompt: sample.tokens are prompt and response together")
+    return answer
+
+
+def rewards_pair(answer: Any, count: int) -> tuple[list[float], list[float]]:
+    """(raw rewards, rewards to train on) of ``count`` samples."""
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        raise WrongAnswer(f"must return two lists, (raw rewards, rewards), not {shown(answer)}")
+    raw, rewards = (_numbers(values, name) for values, name in zip(answer, ("raw rewards", "rewards"), strict=True))
+    if not len(raw) == len(rewards) == count:
+        raise WrongAnswer(f"returned {len(raw)} raw rewards and {len(rewards)} rewards for {count} samples")
+    return raw, rewards
+
+
+def groups_and_metrics(answer: Any) -> tuple[list[Group], dict[str, float]]:
+    """What a rollout function generated: groups, or an object that has them as ``samples`` (and ``metrics``)."""
+    groups = getattr(answer, "samples", answer)
+    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+        raise WrongAnswer(f"must return a list of groups, each a list of samples, not {shown(answer)}")
+    for sample in (sample for group in groups for sample in group):
+        if not isinstance(sample, Sample):
+            raise WrongAnswer(f"returned a group that holds {shown(sample)} instead of a Sample")
+        generated_sample(sample, sample.index, sample.group_index)
+        if sample.index is None or sample.group_index is None:
+            raise WrongAnswer("returned a sample without index or group_index; those of the data source must be kept")
+    indices = [sample.index for group in groups for sample in group]
+    if len(set(indices)) != len(indices):
+        raise WrongAnswer("returned two samples with the same index")
+    return groups, metrics_of(getattr(answer, "metrics", None))
+
+
+def eval_data_and_metrics(answer: Any) -> tuple[EvalData, dict[str, float]]:
+    """What an evaluation found: a dict of data sets, or an object that has it as ``data`` (and ``metrics``)."""
+    data = getattr(answer, "data", answer)
+    if not isinstance(data, Mapping):
+        raise WrongAnswer(f"must return a dict of data sets, not {shown(data)}")
+    for name, entry in data.items():
+        if not isinstance(entry, Mapping) or "rewards" not in entry:
+            raise WrongAnswer(f"returned no rewards for {name!r}: a data set is a dict with the key rewards")
+        _numbers(entry["rewards"], f"rewards of {name!r}")
+    return data, metrics_of(getattr(answer, "metrics", None))
+
+
+def metrics_of(answer: Any) -> dict[str, float]:
+    """Metrics by name; None is none."""
+    if answer is None:
+        return {}
+    if not isinstance(answer, Mapping):
+        raise WrongAnswer(f"must give metrics as a dict of numbers, not {shown(answer)}")
+    return {str(name): _number(value, f"metric {name!r}") for name, value in answer.items()}
+
+
+def new_groups(answer: Any, wanted: int) -> list[Group]:
+    """At most ``wanted`` groups of samples from a data source."""
+    if not isinstance(answer, list) or not all(isinstance(group, list) and group for group in answer):
+        raise WrongAnswer(f"must return a list of groups, each a list of samples, not {shown(answer)}")
+    if len(answer) > wanted:
+        raise WrongAnswer(f"returned {len(answer)} groups where {wanted} were wanted")
+    for group in answer:
+        for sample in group:
+            if not isinstance(sample, Sample):
+                raise WrongAnswer(f"returned a group that holds {shown(sample)} instead of a Sample")
+            if sample.index is None or sample.group_index is None:
+                raise WrongAnswer("must give every sample an index, and every group a group_index, unique in the run")
+        if len({sample.group_index for sample in group}) > 1:
+            raise WrongAnswer("returned a group whose samples differ in group_index")
+    return answer
+
+
+def _numbers(values: Any, name: str) -> list[float]:
+    if isinstance(values, str | Mapping) or not hasattr(values, "__iter__"):
+        raise WrongAnswer(f"must give {name} as a list of numbers, not {shown(values)}")
+    return [_number(value, f"{name}[{place}]") for place, value in enumerate(values)]
+
+
+def _number(value: Any, name: str) -> float:
+    """A number of Python, NumPy or a tensor of one element."""
+    try:
+        if isinstance(value, str | None):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError):
+        raise WrongAnswer(f"gave {shown(value)} as {name}, which must be a number") from None
+    if not math.isfinite(number):
+        raise WrongAnswer(f"gave {number} as {name}, which must be finite")
+    return number
+
+
+def check_sequence(answer: Any, count: int, what: str) -> Sequence[Any]:
+    """A list of ``count`` items."""
+    if not isinstance(answer, list | tuple) or len(answer) != count:
+        number = f"{len(answer)} of them" if isinstance(answer, list | tuple) else shown(answer)
+        raise WrongAnswer(f"must return a list of {count} {what}, not {number}")
+    return answer
