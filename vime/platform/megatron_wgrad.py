@@ -6,6 +6,8 @@ through ``torch.addmm`` with another output dtype: no gradient in bfloat16 is wr
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,12 @@ from vime.platform.megatron_on_cpu import Site
 
 __all__ = ["SITES", "use_accumulating_products"]
 
-SITES = (Site("tensor_parallel/layers.py", 569, "fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32("),)
+SITES = (
+    Site("tensor_parallel/layers.py", 569, "fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32("),
+    Site("tensor_parallel/layers.py", 581, 'if hasattr(weight, "grad_added_to_main_grad"):'),
+    Site("tensor_parallel/layers.py", 745, "return LinearWithGradAccumulationAndAsyncCommunication.apply(*args)"),
+    Site("distributed/distributed_data_parallel.py", 436, "), 'param.grad being None is not safe"),
+)
 
 
 class _Products:
@@ -31,3 +38,34 @@ def use_accumulating_products() -> None:
 
     layers.fused_weight_gradient_mlp_cuda = _Products
     layers._grad_accum_fusion_available = True
+    if not hasattr(layers.LinearWithGradAccumulationAndAsyncCommunication, "of_a_parameter"):
+        layers.LinearWithGradAccumulationAndAsyncCommunication = _remembering_its_parameter(
+            layers.LinearWithGradAccumulationAndAsyncCommunication
+        )
+
+
+def _remembering_its_parameter(linear: Any) -> Any:
+    """Megatron's linear function, which tells the parameter itself that its gradient was added.
+
+    Where hooks pack what is saved for the backward pass, a saved weight comes back as another tensor without the
+    attributes of the parameter. Megatron then gives the parameter no gradient at all, and reducing gradients during the
+    backward pass needs one, of whatever value, to start from.
+    """
+
+    class Linear(linear):  # type: ignore[misc]
+        of_a_parameter = True
+
+        @staticmethod
+        def forward(ctx: Any, inputs: Tensor, weight: Tensor, *others: Any) -> Any:
+            ctx.parameter = weight
+            return linear.forward(ctx, inputs, weight, *others)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            d_input, d_weight, *others = linear.backward(ctx, gradient)
+            if d_weight is None and hasattr(ctx.parameter, "grad_added_to_main_grad"):
+                ctx.parameter.grad_added_to_main_grad = True
+                d_weight = torch.empty_like(ctx.parameter)  # nobody reads it
+            return d_input, d_weight, *others
+
+    return Linear
