@@ -20,6 +20,7 @@ from vime.serving.control import EngineControl
 from vime.training.worker import TrainWorker
 from vime.types import TrainBatch
 from vime.weights.sync import SyncReport, sync_engines
+from vime.weights.transfers import SharedMemory
 
 TURNS = 6  # after one that warms up: the first maps the memory and builds the engine's plan
 STEP = TrainingWork(samples=8, prompt=24, response=8)
@@ -65,5 +66,5 @@ async def _turn(
     export = worker.export_weights()
     assert export is not None, "this process is the only rank"
     exported = clock()
-    report = await sync_engines(export, [control], version)
+    report = await sync_engines(SharedMemory(export), [control], version)
     return clock() - begin, exported - begin, report

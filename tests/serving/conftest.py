@@ -25,6 +25,7 @@ from vime.types import Generation, SamplingParams
 from vime.weights.plan import WeightPlan
 from vime.weights.shm import SharedBuffer
 from vime.weights.sync import SyncReport, sync_engines
+from vime.weights.transfers import BUCKET_BYTES, SharedMemory
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True)
@@ -122,11 +123,11 @@ class Sender:
     def path(self) -> str:
         return self.buffer.path
 
-    async def send(self, weights: Weights, **options: Any) -> tuple[int, SyncReport]:
+    async def send(self, weights: Weights, *, bucket_bytes: int = BUCKET_BYTES) -> tuple[int, SyncReport]:
         """Returns the version that the engine now serves."""
         version = next(self.versions)
         self.buffer.write(self.plan, weights.items())
-        return version, await sync_engines(self, [self.control], version, **options)
+        return version, await sync_engines(SharedMemory(self, bucket_bytes=bucket_bytes), [self.control], version)
 
 
 def plan_of(weights: Weights) -> WeightPlan:

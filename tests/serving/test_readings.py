@@ -2,7 +2,7 @@
 
 import torch
 
-from vime.serving.transfer import without_subnormals
+from vime.serving.proof import without_subnormals
 
 
 def test_numbers_that_bfloat16_products_read_as_zero_compare_as_zero():

@@ -10,6 +10,7 @@ import pytest
 from vime.serving.http import EngineError
 from vime.weights.plan import WeightPlan
 from vime.weights.sync import SyncError, sync_engines
+from vime.weights.transfers import SharedMemory
 
 
 @dataclass
@@ -18,7 +19,7 @@ class FakeExport:
     path: str = "/proc/1/fd/1"
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeEngine:
     """Fails or hangs at one call."""
 
@@ -43,7 +44,7 @@ class FakeEngine:
 
 
 async def sync(*engines: FakeEngine) -> None:
-    await sync_engines(FakeExport(), engines, 7, bucket_bytes=256)  # type: ignore[arg-type]
+    await sync_engines(SharedMemory(FakeExport(), bucket_bytes=256), engines, 7)  # type: ignore[arg-type]
 
 
 async def test_the_order_of_a_sync() -> None:
@@ -83,17 +84,26 @@ async def test_an_engine_that_fails_later_is_marked_dead_and_its_requests_are_en
     assert bad.dead is not None
 
 
-async def test_a_cancelled_sync_leaves_no_engine_paused() -> None:
-    early, late = FakeEngine("e0", hangs_at="start_update"), FakeEngine("e1", hangs_at="update")
-    task = asyncio.create_task(sync(early, late))
+async def cancelled(*engines: FakeEngine) -> None:
+    task = asyncio.create_task(sync(*engines))
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert early.calls[-1] == "resume"
-    assert early.dead is None
-    assert late.calls[-1] == "abort_all"
-    assert late.dead is not None
+
+
+async def test_a_sync_that_is_cancelled_before_anything_was_loaded_leaves_no_engine_paused() -> None:
+    slow, ready = FakeEngine("e0", hangs_at="start_update"), FakeEngine("e1")
+    await cancelled(slow, ready)
+    assert slow.calls[-1] == ready.calls[-1] == "resume"
+    assert slow.dead is ready.dead is None
+
+
+async def test_a_sync_that_is_cancelled_later_leaves_no_engine_in_service() -> None:
+    slow, ready = FakeEngine("e0", hangs_at="update"), FakeEngine("e1")
+    await cancelled(slow, ready)
+    assert slow.calls[-1] == ready.calls[-1] == "abort_all"
+    assert slow.dead is not None and ready.dead is not None
 
 
 async def test_the_step_that_failed_names_the_tensors() -> None:

@@ -11,6 +11,7 @@ from vime.serving.control import EngineControl
 from vime.types import WeightVersion
 from vime.weights.probe import probe
 from vime.weights.sync import sync_engines
+from vime.weights.transfers import SharedMemory
 
 TOLERANCE = {"float32": 1e-2, "float16": 0.1, "bfloat16": 0.5}
 """Nats a token by which engine and trainer may differ on average, by dtype: several times what rounding gives even with
@@ -52,13 +53,8 @@ class GroupWeightSync:
     async def sync(self) -> WeightVersion:
         export = await self._trainer.export_weights()
         await self._turns.to_weights()
-        await sync_engines(
-            export,
-            self._engines,
-            self.version + 1,
-            timeout_s=self._timeout_s,
-            bucket_bytes=self._bucket_bytes,
-        )
+        transfer = SharedMemory(export, bucket_bytes=self._bucket_bytes)
+        await sync_engines(transfer, self._engines, self.version + 1, timeout_s=self._timeout_s)
         await self._turns.to_generation()
         self.version += 1
         if self._probe_is_due():

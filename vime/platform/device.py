@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 __all__ = ["Platform", "current"]
@@ -97,6 +100,26 @@ class Platform:
         """Keeps gloo on the loopback interface when all processes are on this machine; it would take the first one."""
         if master_addr in ("127.0.0.1", "localhost"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+    def broadcast_group(self, store: Any, rank: int, size: int, *, address: str, timeout_s: float) -> Any:
+        """A process group beside torch's own one, to which any process may belong; rank 0 is to broadcast.
+
+        Args:
+            address: of this machine, on the network that the others are on. (NCCL finds its network by itself.)
+            timeout_s: after that long an operation has failed by itself. NCCL would end the process then, so whoever
+                waits for an operation gives up, and aborts the group, before.
+        """
+        timeout = datetime.timedelta(seconds=timeout_s)
+        if self.name == "cpu":
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=address)]
+            options._threads, options._timeout = 2, timeout
+            return gloo(store, rank, size, options)
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = timeout
+        return nccl(store, rank, size, options)
 
     def prepare_megatron(self) -> None:
         """Must run before Megatron builds a model. Idempotent; does nothing on CUDA."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from vime.serving.http import HttpServer
@@ -55,9 +55,17 @@ class EngineControl:
         """Forgets all keys and values, those of running requests too: they are computed again under the new weights."""
         await self._post("/reset_prefix_cache?reset_running_requests=true", timeout_s=timeout_s)
 
-    async def announce(self, plan: Sequence[Sequence[Any]], *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Tells the engine what a weight update will carry; it refuses a plan that does not fit its model."""
-        await self._post("/init_weight_transfer_engine", {"init_info": {"plan": plan}}, timeout_s=timeout_s)
+    async def announce(self, init_info: Mapping[str, Any], *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Tells the engine what weight updates will carry, and how (see ``serving.transfer.InitInfo``).
+
+        It refuses a plan that does not fit its model, and returns when its processes have joined the group, if any.
+        """
+        await self._post("/init_weight_transfer_engine", {"init_info": dict(init_info)}, timeout_s=timeout_s)
+
+    async def world_size(self, *, timeout_s: float = CALL_TIMEOUT_S) -> int:
+        """How many processes have a part of the model."""
+        answer = await self._server.call("GET", "/get_world_size", timeout_s=timeout_s)
+        return int(answer["world_size"])
 
     async def start_update(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         await self._post("/start_weight_update", timeout_s=timeout_s)

@@ -38,6 +38,11 @@ class TensorSpec:
     def nbytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
+    @property
+    def end(self) -> int:
+        """Where the next tensor begins."""
+        return self.offset + _aligned(self.nbytes)
+
     def __str__(self) -> str:
         return f"{self.name} ({self.dtype} {list(self.shape)})"
 
@@ -67,13 +72,13 @@ class WeightPlan:
             spec = TensorSpec(name, tuple(shape), dtype, offset)
             seen.add(name)
             tensors.append(spec)
-            offset += _aligned(spec.nbytes)
+            offset = spec.end
         return cls(tuple(tensors))
 
     @functools.cached_property
     def total_bytes(self) -> int:
         last = self.tensors[-1] if self.tensors else None
-        return last.offset + _aligned(last.nbytes) if last else 0
+        return last.end if last else 0
 
     @functools.cached_property
     def by_name(self) -> dict[str, TensorSpec]:
@@ -107,7 +112,7 @@ class WeightPlan:
         """Ranges [first, last) of tensors which together have at most ``max_bytes``, or are one larger tensor."""
         first = 0
         for i, spec in enumerate(self.tensors):
-            if i > first and spec.offset + _aligned(spec.nbytes) - self.tensors[first].offset > max_bytes:
+            if i > first and spec.end - self.tensors[first].offset > max_bytes:
                 yield first, i
                 first = i
         if first < len(self.tensors):

@@ -1,23 +1,24 @@
-"""Carries an export into every engine, at one version, and leaves no engine paused or half loaded in service.
+"""Carries weights into every engine, at one version, and leaves no engine paused or half loaded in service.
 
 The order for each engine: announce the plan (before anything stops), pause with running requests kept, start, load,
-finish under the new version, drop cached keys and values, resume. All engines take each step at the same time.
+finish under the new version, drop cached keys and values, resume. All engines take each step at the same time. How the
+bytes travel is the transfer's affair (``weights.transfers``).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from vime.serving.control import EngineControl
 from vime.serving.http import EngineError
 from vime.types import WeightVersion
-from vime.weights.plan import WeightPlan
+
+__all__ = ["SyncError", "SyncReport", "Transfer", "every_engine", "failures_of", "step", "sync_engines"]
 
 CLEANUP_TIMEOUT_S = 30.0
-BUCKET_BYTES = 512 << 20
 
 
 class SyncError(EngineError):
@@ -27,19 +28,19 @@ class SyncError(EngineError):
     came to the end. ``failures``: the engines' URLs → what went wrong.
     """
 
-    def __init__(self, failures: dict[str, str]) -> None:
+    def __init__(self, failures: Mapping[str, str]) -> None:
         super().__init__("; ".join(failures.values()))
-        self.failures = failures
+        self.failures = dict(failures)
 
 
-class Export(Protocol):
-    """Packed weights that engines on the same machine can read."""
+class Transfer(Protocol):
+    """A way from the trainer into engines."""
 
-    @property
-    def plan(self) -> WeightPlan: ...
+    async def announce(self, engines: Sequence[EngineControl], *, timeout_s: float) -> None:
+        """Tells engines what will come, and how; none of them is touched. Raises SyncError."""
 
-    @property
-    def path(self) -> str: ...
+    async def load(self, engines: Sequence[EngineControl], *, timeout_s: float) -> Mapping[EngineControl, EngineError]:
+        """Brings all weights into engines whose update was started; returns those that do not have them, and why."""
 
 
 @dataclass(kw_only=True)
@@ -52,106 +53,117 @@ class SyncReport:
 
 
 async def sync_engines(
-    export: Export,
-    engines: Sequence[EngineControl],
-    version: WeightVersion,
-    *,
-    timeout_s: float = 600.0,
-    bucket_bytes: int = BUCKET_BYTES,
+    transfer: Transfer, engines: Sequence[EngineControl], version: WeightVersion, *, timeout_s: float = 600.0
 ) -> SyncReport:
-    """Makes every engine serve the exported weights as ``version``.
-
-    The export must not change before this returns.
+    """Makes every engine serve the trainer's weights as ``version``. They must not change before this returns.
 
     Args:
         timeout_s: deadline of each step of each engine.
-        bucket_bytes: how much an engine loads at a time.
 
     Raises:
         SyncError: an engine refused the plan (then none was touched), or failed later.
     """
-    report = SyncReport()
     clock = asyncio.get_running_loop().time
+    report = SyncReport()
     begin = clock()
-    plan = export.plan.to_json()
-    await _all(engines, lambda engine: _step(engine, "announce", engine.announce(plan, timeout_s=timeout_s)))
+    await transfer.announce(engines, timeout_s=timeout_s)
     report.announced_s = clock() - begin
-    update = _Update(export, version, timeout_s, bucket_bytes, report)
     begin = clock()
-    await _all(engines, update.run)
+    await _Update(transfer, engines, version, timeout_s, report).run()
     report.paused_s = clock() - begin
     return report
 
 
 class _Update:
-    """The part of a sync during which an engine does not generate."""
+    """The part of a sync during which engines do not generate."""
 
     def __init__(
-        self, export: Export, version: WeightVersion, timeout_s: float, bucket_bytes: int, report: SyncReport
+        self,
+        transfer: Transfer,
+        engines: Sequence[EngineControl],
+        version: WeightVersion,
+        timeout_s: float,
+        report: SyncReport,
     ) -> None:
-        self._export = export
+        self._transfer = transfer
+        self._engines = list(engines)  # those that take part and have not failed
         self._version = version
         self._timeout_s = timeout_s
-        self._bucket_bytes = bucket_bytes
         self._report = report
+        self._touched = False  # whether weights may have been overwritten
+        self._failures: dict[str, str] = {}
 
-    async def run(self, engine: EngineControl) -> None:
-        """Resumes the engine in the end, unless its weights were touched and are not whole: then it is marked dead."""
-        touched = False
+    async def run(self) -> None:
+        """Resumes every engine in the end, unless its weights were touched and are not whole: then it is dead."""
         try:
-            await self._step(engine, "pause", engine.pause("keep", timeout_s=self._timeout_s))
-            await self._step(engine, "start", engine.start_update(timeout_s=self._timeout_s))
-            touched = True
-            await self._load(engine)
-            await self._step(engine, "finish", engine.finish_update(self._version, timeout_s=self._timeout_s))
-            await self._step(engine, "reset", engine.reset_prefix_cache(timeout_s=self._timeout_s))
-            await self._step(engine, "resume", engine.resume(timeout_s=self._timeout_s))
+            await self._each("pause", lambda engine: engine.pause("keep", timeout_s=self._timeout_s))
+            await self._each("start", lambda engine: engine.start_update(timeout_s=self._timeout_s))
+            self._touched = True
+            await self._load()
+            await self._each("finish", lambda e: e.finish_update(self._version, timeout_s=self._timeout_s))
+            await self._each("reset", lambda engine: engine.reset_prefix_cache(timeout_s=self._timeout_s))
+            await self._each("resume", lambda engine: engine.resume(timeout_s=self._timeout_s))
         except BaseException as error:
-            await asyncio.shield(_give_up(engine, str(error) or type(error).__name__, touched=touched))
+            reason = str(error) or type(error).__name__
+            await asyncio.shield(asyncio.gather(*(self._give_up(engine, reason) for engine in self._engines)))
             raise
+        if self._failures:
+            raise SyncError(self._failures)
 
-    async def _load(self, engine: EngineControl) -> None:
-        plan = self._export.plan
-        for first, last in plan.buckets(self._bucket_bytes):
-            info = {"digest": plan.digest, "path": self._export.path, "first": first, "last": last}
-            names = f"load {plan.tensors[first].name} to {plan.tensors[last - 1].name}"
-            await self._step(engine, names, engine.update(info, timeout_s=self._timeout_s), total="load")
-
-    async def _step(self, engine: EngineControl, name: str, call: Awaitable[None], total: str = "") -> None:
+    async def _each(self, name: str, call: Callable[[EngineControl], Awaitable[None]]) -> None:
         clock = asyncio.get_running_loop().time
         begin = clock()
-        await _step(engine, name, call)
-        steps = self._report.steps_s
-        steps[total or name] = max(steps.get(total or name, 0.0), clock() - begin)
+        await self._drop(await failures_of(self._engines, lambda engine: step(name, call(engine))))
+        self._report.steps_s[name] = clock() - begin
+
+    async def _load(self) -> None:
+        clock = asyncio.get_running_loop().time
+        begin = clock()
+        if self._engines:
+            await self._drop(await self._transfer.load(self._engines, timeout_s=self._timeout_s))
+        self._report.steps_s["load"] = clock() - begin
+
+    async def _drop(self, failed: Mapping[EngineControl, EngineError]) -> None:
+        """Goes on without them."""
+        self._engines = [engine for engine in self._engines if engine not in failed]
+        self._failures |= {engine.url: str(error) for engine, error in failed.items()}
+        await asyncio.gather(*(self._give_up(engine, str(error)) for engine, error in failed.items()))
+
+    async def _give_up(self, engine: EngineControl, reason: str) -> None:
+        """Lets an untouched engine go on; ends the requests of one that must not be used any more."""
+        try:
+            if self._touched:
+                engine.dead = reason
+                await engine.abort_all(timeout_s=CLEANUP_TIMEOUT_S)
+            else:
+                await engine.resume(timeout_s=CLEANUP_TIMEOUT_S)
+        except EngineError as error:
+            engine.dead = engine.dead or f"{reason}; then {error}"
 
 
-async def _step(engine: EngineControl, name: str, call: Awaitable[None]) -> None:
+async def step(name: str, call: Awaitable[None]) -> None:
+    """Names the step in the error of a call."""
     try:
         await call
     except EngineError as error:
         raise EngineError(f"weight sync, step {name!r}: {error}") from None
 
 
-async def _give_up(engine: EngineControl, reason: str, *, touched: bool) -> None:
-    """Lets an untouched engine go on; ends the requests of one that must not be used any more."""
-    try:
-        if touched:
-            engine.dead = reason
-            await engine.abort_all(timeout_s=CLEANUP_TIMEOUT_S)
-        else:
-            await engine.resume(timeout_s=CLEANUP_TIMEOUT_S)
-    except EngineError as error:
-        engine.dead = engine.dead or f"{reason}; then {error}"
-
-
-async def _all(engines: Sequence[EngineControl], step: Callable[[EngineControl], Awaitable[None]]) -> None:
-    """Takes a step on every engine and waits for all of them, whatever happens to one."""
-    results = await asyncio.gather(*(step(engine) for engine in engines), return_exceptions=True)
-    failures: dict[str, str] = {}
+async def failures_of(
+    engines: Sequence[EngineControl], call: Callable[[EngineControl], Awaitable[None]]
+) -> dict[EngineControl, EngineError]:
+    """Makes a call to every engine and waits for all of them, whatever happens to one."""
+    results = await asyncio.gather(*(call(engine) for engine in engines), return_exceptions=True)
+    failed: dict[EngineControl, EngineError] = {}
     for engine, result in zip(engines, results, strict=True):
         if isinstance(result, EngineError):
-            failures[engine.url] = str(result)
+            failed[engine] = result
         elif isinstance(result, BaseException):
             raise result
-    if failures:
-        raise SyncError(failures)
+    return failed
+
+
+async def every_engine(engines: Sequence[EngineControl], call: Callable[[EngineControl], Awaitable[None]]) -> None:
+    """Raises SyncError if the call to any engine fails."""
+    if failed := await failures_of(engines, call):
+        raise SyncError({engine.url: str(error) for engine, error in failed.items()})

@@ -1,0 +1,129 @@
+"""A process group for one thing: rank 0, the trainer's, broadcasts bytes to processes of engines.
+
+It stands beside torch's default groups, of which both sides have one already. NCCL carries the bytes between GPUs, gloo
+between CPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vime.platform import current
+
+__all__ = ["Collective", "TransferTimeout", "Transmission"]
+
+POLL_S = 2e-4
+CHECK_S = 0.05  # how often a waiting process looks whether the others still live
+
+
+class TransferTimeout(RuntimeError):
+    """An operation did not end in time."""
+
+
+class Transmission:
+    """One broadcast under way. ``data`` must not be touched until ``wait`` has returned."""
+
+    def __init__(self, work: Any, data: Tensor, what: str) -> None:
+        self._work, self._data, self._what = work, data, what
+
+    def wait(self, *, timeout_s: float, check: Callable[[], None]) -> Tensor:
+        """Returns the data once it is there.
+
+        Args:
+            check: called now and then; what it raises ends the waiting.
+
+        Raises:
+            TransferTimeout: it took longer than ``timeout_s``.
+            RuntimeError: the operation failed, as torch says it.
+        """
+        begin = checked = time.monotonic()
+        while not self._work.is_completed():
+            now = time.monotonic()
+            if now - begin > timeout_s:
+                raise TransferTimeout(f"{self._what}: not there after {timeout_s:g} s")
+            if now - checked > CHECK_S:
+                check()
+                checked = now
+            time.sleep(POLL_S)
+        self._work.wait()  # raises what went wrong; has the device's own queue wait where there is one
+        return self._data
+
+    def drain(self) -> None:
+        """Waits for an operation that nobody is interested in any more."""
+        with contextlib.suppress(RuntimeError):
+            self._work.wait()
+
+
+class Collective:
+    """One member of the group.
+
+    Args:
+        store: see ``open_store`` and ``join_store``.
+        address: of this machine, for the others.
+        timeout_s: after which an operation ends by itself. Whoever waits gives up earlier.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, *, address: str, timeout_s: float) -> None:
+        self._group: Any = current().broadcast_group(store, rank, size, address=address, timeout_s=timeout_s)
+        self._store = store
+        self._under_way: list[Transmission] = []
+
+    def broadcast(self, data: Tensor, what: str) -> Transmission:
+        """Sends ``data`` (rank 0) or fills it (the others), without waiting."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
+        transmission = Transmission(self._group.broadcast([data], options), data, what)
+        self._under_way = [*self._under_way[-2:], transmission]
+        return transmission
+
+    def abandon(self) -> None:
+        """Leaves the group without waiting, whatever is under way; the others must be told in another way.
+
+        Gloo cannot take an operation back: it ends when the other side leaves or its time is up, and a thread keeps the
+        memory until then.
+        """
+        group, under_way, store = self._group, self._under_way, self._store
+        self._group = None
+        group.abort()
+
+        def dispose() -> None:
+            nonlocal group, store
+            for transmission in under_way:
+                transmission.drain()
+            under_way.clear()
+            del group, store
+
+        threading.Thread(target=dispose, daemon=True, name="vime-abandoned-group").start()
+
+
+def open_store(address: str, *, timeout_s: float) -> tuple[Any, int]:
+    """Where the members find each other, and its port. It listens at ``address`` only."""
+    listener = socket.create_server((address, 0))
+    port: int = listener.getsockname()[1]
+    store = _store(address, port, timeout_s, is_master=True, master_listen_fd=listener.detach())
+    return store, port
+
+
+def join_store(address: str, port: int, *, timeout_s: float) -> Any:
+    return _store(address, port, timeout_s, is_master=False)
+
+
+def _store(address: str, port: int, timeout_s: float, **options: Any) -> Any:
+    store_class: Any = getattr(dist, "TCPStore")  # noqa: B009  typed nowhere
+    return store_class(address, port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), **options)
+
+
+def empty_bytes(size: int) -> Tensor:
+    """Memory on this process's device."""
+    device = current().device() if current().name == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    return torch.empty(size, dtype=torch.uint8, device=device)
