@@ -2,6 +2,7 @@
 
     root/latest_checkpointed_iteration.txt    the rollout id of the last one, as Megatron writes it
     root/iter_0000020/                        Megatron's sharded files, and
+        critic/                               the critic's, with PPO and without --critic-save
         vime_state.json                       data cursor, buffer, metrics position …: everything that is not Megatron's
         COMPLETE                              its presence means that all else is there
 
@@ -32,11 +33,12 @@ import psutil
 
 from vime.errors import UserError
 
-__all__ = ["COMPLETE", "STATE", "TRACKER", "CheckpointStore", "ResumePoint"]
+__all__ = ["COMPLETE", "CRITIC", "STATE", "TRACKER", "CheckpointStore", "ResumePoint"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "vime_state.json"
 COMPLETE = "COMPLETE"
+CRITIC = "critic"
 RELEASE = "release"  # what Megatron writes into the tracker for converted weights, and the name of their folder
 _MEGATRON_METADATA = "metadata.json"  # Megatron writes it last into a torch_dist checkpoint
 _ITERATION = re.compile(r"iter_(\d{7})")

@@ -10,15 +10,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from vime.config import Config, parse_config
+from vime.config.roles import critic_config
+from vime.training.critic import CriticWorker
+from vime.training.model_worker import ModelWorker
 from vime.training.worker import TrainWorker
 from vime.types import TrainBatch, TrainSample, TrainStep
 
 DEADLINE_S = 240
+
+W = TypeVar("W", bound=ModelWorker[Any])
 
 
 def config_of(model: Path, *flags: str) -> Config:
@@ -83,11 +88,24 @@ def free_port() -> int:
 @contextmanager
 def started(config: Config, *, rank: int = 0, world_size: int = 1, port: int | None = None) -> Iterator[TrainWorker]:
     """A worker in this process, stopped at the end whatever happens."""
-    worker = TrainWorker(
-        config, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port or free_port()
-    )
-    worker.info = worker.start()  # type: ignore[attr-defined]
+    with _started(TrainWorker, config, rank, world_size, port) as worker:
+        yield worker
+
+
+@contextmanager
+def started_critic(
+    config: Config, *, rank: int = 0, world_size: int = 1, port: int | None = None
+) -> Iterator[CriticWorker]:
+    """The same for a critic."""
+    with _started(CriticWorker, critic_config(config), rank, world_size, port) as worker:
+        yield worker
+
+
+@contextmanager
+def _started(kind: type[W], config: Config, rank: int, world_size: int, port: int | None) -> Iterator[W]:
+    worker = kind(config, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port or free_port())
     try:
+        worker.info = worker.start()  # type: ignore[attr-defined]
         yield worker
     finally:
         worker.stop()

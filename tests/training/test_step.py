@@ -25,6 +25,8 @@ def gradients_by_hf_name(worker: TrainWorker) -> dict[str, torch.Tensor]:
     parameters = global_parameters(worker.chunks)
     found: dict[str, torch.Tensor] = {}
     for rule in weight_map(worker.shape):
+        if rule.megatron not in parameters:  # a critic has no output layer
+            continue
         parts = rule.op.split(parameters[rule.megatron].main_grad)
         found |= {tensor.name: part.clone() for tensor, part in zip(rule.hf, parts, strict=True)}
     return found

@@ -20,7 +20,8 @@ from vime.errors import UserError
 from vime.models import load_shape
 from vime.platform import current
 from vime.training.build import build_optimizer, build_scheduler, make_rope, precision_fields
-from vime.training.checkpoint import load_megatron, load_weights, save_megatron
+from vime.training.checkpoint import load_megatron, save_megatron
+from vime.training.forward import is_last_stage
 from vime.training.layers.attention import tree_tokens
 from vime.training.offload import Offloader, Part
 from vime.training.packing import MicroBatch, Packer
@@ -156,6 +157,25 @@ class ModelWorker(ABC, Generic[G]):
             for step in batch.steps
         ]
 
+    def _by_sample(self, batch: TrainBatch, values: Sequence[Tensor | None]) -> dict[int, tuple[float, ...]]:
+        """What the last pipeline stage computed of each pack of a batch, by the index of the sample.
+
+        Of the ranks that share a sample one has it: the first of the last pipeline stage.
+        """
+        first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+        if not (first and is_last_stage()):
+            return {}
+        chosen = [batch.samples[i] for step in batch.steps for micro in step.micro_batches for i in micro]
+        whole = torch.cat([each.cpu() for each in values if each is not None])
+        parts = torch.split(whole, [sample.response_length for sample in chosen])
+        return {sample.index: tuple(part.tolist()) for sample, part in zip(chosen, parts, strict=True)}
+
+    def _rollouts(self) -> int:
+        """Of the whole run."""
+        rollouts = self.config.rollout.num_rollout
+        assert rollouts is not None, "the driver knows how many rollouts the run has"
+        return rollouts
+
     def _start_info(self, resume: ResumePoint | None) -> StartInfo:
         given = self.config.checkpoint.start_rollout_id
         following = 0 if resume is None else resume.next_rollout_id
@@ -179,12 +199,16 @@ def resume_point(load: str | None, ckpt_step: int | None) -> ResumePoint | None:
     return None if load is None or is_hf_folder(load) else CheckpointStore(load).resolve(ckpt_step)
 
 
-def load_checkpoint_weights(source: str, ckpt_step: int | None, chunks: Sequence[Any]) -> None:
-    """The weights of the checkpoint of that step, or of the newest, below the root ``source``."""
+def some_checkpoint(source: str, ckpt_step: int | None) -> ResumePoint:
+    """The checkpoint of that step, or the newest, below a root which is no Hugging Face folder.
+
+    Raises:
+        UserError: there is none.
+    """
     point = CheckpointStore(source).resolve(ckpt_step)
     if point is None:
         raise UserError(f"{source} is neither a Hugging Face folder nor the root of a checkpoint")
-    load_weights(point.directory, chunks)
+    return point
 
 
 def sum_over_data_parallel(values: Tensor) -> Tensor:

@@ -13,7 +13,9 @@ from vime.training.loss import Partial
 from vime.training.packing import MicroBatch
 from vime.training.value_model import values_of_chunk
 
-__all__ = ["Goal", "ValueObjective"]
+__all__ = ["Goal", "ValueObjective", "with_explained_variance"]
+
+_SQUARED_RETURNS, _SQUARED_ERRORS = "squared returns", "squared errors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,5 +44,20 @@ class ValueObjective:
             "train/critic_clipfrac": mean(found.clipped_t),
             "rollout/values": mean(given.old_values_t),
             "rollout/returns": mean(given.returns_t),
+            _SQUARED_RETURNS: mean(given.returns_t.square()),
+            _SQUARED_ERRORS: mean((given.returns_t - given.old_values_t).square()),
         }
         return loss, Partial({name: value.detach() for name, value in sums.items()}, {})
+
+
+def with_explained_variance(metrics: dict[str, float]) -> dict[str, float]:
+    """``1 - Var(G - V) / Var(G)`` of a step in place of the means that it is made of: 1 of a perfect critic, 0 of one
+    that knows the mean alone. Without it where the returns do not differ."""
+    kept = dict(metrics)
+    squared_returns, squared_errors = kept.pop(_SQUARED_RETURNS), kept.pop(_SQUARED_ERRORS)
+    mean_return = kept["rollout/returns"]
+    variance = squared_returns - mean_return**2
+    if variance > 1e-6 * squared_returns:
+        of_errors = squared_errors - (mean_return - kept["rollout/values"]) ** 2
+        kept["rollout/explained_variance"] = 1 - of_errors / variance
+    return kept

@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from vime.algorithms import whitening
-from vime.algorithms.advantages import AdvantageSettings, PackedSamples
 from vime.checkpoints import ResumePoint
 from vime.config import Config
 from vime.training.build import build_chunks, precision_fields
 from vime.training.checkpoint import load_weights
+from vime.training.estimates import advantages_of
 from vime.training.forward import is_last_stage, log_probs_of
 from vime.training.loss import Given, LossSettings, PolicyObjective
 from vime.training.model_worker import (
     Clock,
     ModelWorker,
     is_hf_folder,
-    load_checkpoint_weights,
     resume_point,
+    some_checkpoint,
     sum_over_data_parallel,
 )
 from vime.training.packing import MicroBatch
@@ -32,13 +32,16 @@ from vime.training.records import Export
 from vime.training.replay import recorded
 from vime.training.weight_sets import WeightSets
 from vime.training.weights_io import drain, hf_plan, hf_weights, load_hf_weights, save_hf
-from vime.types import TrainSample
+from vime.types import TokenScores, TrainBatch, TrainSample
 from vime.weights.plan import WeightPlan
 from vime.weights.shm import SharedBuffer
 
 __all__ = ["TrainWorker"]
 
 REFERENCE = "ref"
+
+LogProbs: TypeAlias = Sequence[Tensor | None]
+"""Of each micro-batch; None where nobody has computed them."""
 
 
 class TrainWorker(ModelWorker[Given]):
@@ -69,6 +72,14 @@ class TrainWorker(ModelWorker[Given]):
         pack = self._packer.pack([_as_sample(token_ids, prompt_length)])
         (log_probs,) = self._log_probs([pack])
         return [] if log_probs is None else log_probs.tolist()
+
+    def score(self, batch: TrainBatch) -> dict[int, TokenScores]:
+        """Log-probs of actor and reference, by the index of the sample; see ``CriticWorker.score``."""
+        packs = [pack for step in self._packs(batch) for pack in step]
+        with self._weight_sets.use(REFERENCE):
+            of_reference = self._by_sample(batch, self._log_probs(packs))
+        own = self._by_sample(batch, self._log_probs(packs))
+        return {index: TokenScores(log_probs=own[index], ref_log_probs=of_reference[index]) for index in own}
 
     def save_hf(self, directory: Path | str) -> None:
         """Writes a folder that transformers and vLLM load."""
@@ -110,29 +121,18 @@ class TrainWorker(ModelWorker[Given]):
         if is_hf_folder(source):
             load_hf_weights(self.chunks, self.shape, source)
         else:
-            load_checkpoint_weights(source, ckpt_step, self.chunks)
+            load_weights(some_checkpoint(source, ckpt_step).directory, self.chunks)
 
     def _total_steps(self) -> int:
-        rollouts = self.config.rollout.num_rollout
-        assert rollouts is not None, "the driver knows how many rollouts the run has"
+        """Without those of the rollouts in which only the critic learns."""
+        rollouts = self._rollouts()
+        if self.config.algorithm.needs_critic:
+            rollouts = max(rollouts - self.config.critic.num_critic_only_steps, 0)
         return rollouts * self.config.batch.num_steps_per_rollout
 
     def _given(self, packs: Sequence[MicroBatch], clock: Clock) -> list[Given]:
-        """Advantages and the log-probs of the other policies, before any weight moves.
-
-        With one step a rollout the old policy is the one that the step differentiates, so it needs no pass of its own,
-        unless the pass is to choose routes. The reference routes for itself: it goes first, and leaves no routes.
-        """
-        ref: list[Tensor] | list[None] = [None] * len(packs)
-        old = ref
-        if REFERENCE in self._weight_sets:
-            with clock.phase("ref_log_probs"), self._weight_sets.use(REFERENCE):
-                ref = self._log_probs(packs)
-        algorithm = self.config.algorithm
-        replayed = algorithm.use_routing_replay
-        if self.config.batch.num_steps_per_rollout > 1 or algorithm.kl_coef or replayed:
-            with clock.phase("log_probs"), recorded(packs) if replayed else nullcontext():
-                old = self._log_probs(packs)
+        """Advantages and the log-probs of the other policies, before any weight moves."""
+        old, ref = self._policies(packs, clock)
         if not is_last_stage():
             return [Given(advantages_t=pack.rewards_n) for pack in packs]  # nobody reads them
         return [
@@ -140,31 +140,36 @@ class TrainWorker(ModelWorker[Given]):
             for advantage, old_log_probs, ref_log_probs in zip(self._advantages(packs, old, ref), old, ref, strict=True)
         ]
 
-    def _log_probs(self, packs: Sequence[MicroBatch]) -> list[Tensor] | list[None]:
+    def _policies(self, packs: Sequence[MicroBatch], clock: Clock) -> tuple[LogProbs, LogProbs]:
+        """Log-probs of the actor before the update and of the reference, where they are needed.
+
+        With one step a rollout the old policy is the one that the step differentiates, so it needs no pass of its own,
+        unless the pass is to choose routes. The reference routes for itself: it goes first, and leaves no routes. What
+        ``score`` has found in a pass without routes is not computed again.
+        """
+        scored = all(pack.scores.log_probs_t is not None for pack in packs)
+        ref: LogProbs = [pack.scores.ref_log_probs_t for pack in packs]
+        old: LogProbs = [pack.scores.log_probs_t for pack in packs]
+        algorithm = self.config.algorithm
+        if REFERENCE in self._weight_sets and not scored:
+            with clock.phase("ref_log_probs"), self._weight_sets.use(REFERENCE):
+                ref = self._log_probs(packs)
+        replayed = algorithm.use_routing_replay
+        moves = self.config.batch.num_steps_per_rollout > 1 or algorithm.kl_coef
+        if replayed or (moves and not scored):
+            with clock.phase("log_probs"), recorded(packs) if replayed else nullcontext():
+                old = self._log_probs(packs)
+        return old, ref
+
+    def _log_probs(self, packs: Sequence[MicroBatch]) -> LogProbs:
+        """Empty-handed on all but the last pipeline stage: None of every pack."""
         answers = log_probs_of(self.chunks, packs, self.config.rollout.rollout_temperature)
         return [answer.log_probs_t for answer in answers] or [None] * len(packs)
 
-    def _advantages(
-        self, packs: Sequence[MicroBatch], old: Sequence[Tensor | None], ref: Sequence[Tensor | None]
-    ) -> list[Tensor]:
+    def _advantages(self, packs: Sequence[MicroBatch], old: LogProbs, ref: LogProbs) -> list[Tensor]:
         algorithm = self.config.algorithm
-        settings = AdvantageSettings(
-            gamma=algorithm.gamma,
-            lambd=algorithm.lambd,
-            kl_coef=algorithm.kl_coef,
-            kl_kind=algorithm.kl_loss_type,
-        )
         found = [
-            algorithm.estimator.advantages(
-                PackedSamples(
-                    rewards_n=pack.rewards_n,
-                    lengths_n=pack.lengths_n,
-                    mask_t=pack.mask_t,
-                    log_probs_t=old_log_probs,
-                    ref_log_probs_t=ref_log_probs,
-                ),
-                settings,
-            )
+            advantages_of(pack, algorithm, log_probs_t=old_log_probs, ref_log_probs_t=ref_log_probs)
             for pack, old_log_probs, ref_log_probs in zip(packs, old, ref, strict=True)
         ]
         if not algorithm.normalize_advantages:
