@@ -14,10 +14,8 @@ _BY_TOPIC = {
     "keep-old-actor ref-update-interval use-opd opd-type opd-kl-coef opd-teacher-load custom-loss-function-path "
     "custom-advantage-function-path custom-pg-loss-reducer-function-path reset-optimizer-states pg-loss-type",
     "mixture of experts": "use-rollout-routing-replay",
-    "training hooks": "custom-convert-samples-to-train-data-path custom-megatron-init-path "
-    "rollout-data-postprocess-path "
-    "custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path "
-    "custom-model-provider-path model-name only-train-params-name-list freeze-params-name-list",
+    "training hooks": "custom-convert-samples-to-train-data-path model-name only-train-params-name-list "
+    "freeze-params-name-list",
     "engines": "vllm-config vllm-enable-deterministic-inference vllm-weight-sync-packed prefill-num-servers "
     "rollout-external-engine-addrs use-fault-tolerance rollout-health-check-first-wait rollout-health-check-interval "
     "rollout-health-check-timeout",

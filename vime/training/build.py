@@ -7,7 +7,7 @@ field of its name; where vime needs a certain value, another one is an error.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,12 @@ from vime.training.layers.rope import Rope
 from vime.training.layers.spec import Modules, decoder_spec, modules
 from vime.training.model import PolicyModel
 from vime.training.optimizer import GroupAdam
+
+BuildModel = Callable[[bool, bool, int | None], Any]
+"""(first stage, last stage, virtual stage) → a chunk of the model, not wrapped yet."""
+
+Provide = Callable[[BuildModel, bool, bool, int | None], Any]
+"""The same with the builder in front: what somebody makes of a chunk before it is wrapped."""
 
 __all__ = ["build_chunks", "build_optimizer", "build_scheduler", "make_rope", "transformer_config"]
 
@@ -100,7 +106,12 @@ def precision_fields(config: Config) -> dict[str, Any]:
 
 
 def build_chunks(
-    shape: ModelShape, config: Config, *, model: type[GPTModel] = PolicyModel, trainable: bool = True
+    shape: ModelShape,
+    config: Config,
+    *,
+    model: type[GPTModel] = PolicyModel,
+    provide: Provide | None = None,
+    trainable: bool = True,
 ) -> list[Any]:
     """The model chunks of this rank (one, or one a virtual pipeline stage), wrapped for mixed precision and gradients.
 
@@ -111,7 +122,8 @@ def build_chunks(
     stages = megatron.virtual_pipeline_model_parallel_size
     parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)
     virtual: list[int | None] = [None] if stages is None else list(range(stages))
-    chunks = [_build_chunk(model, shape, config, megatron, blocks, stage) for stage in virtual]
+    build = _stage_builder(model, shape, config, megatron, blocks)
+    chunks = [_build_chunk(build, provide, config, megatron, stage) for stage in virtual]
     if not trainable:
         return chunks
     gradients = _gradient_config(config)
@@ -125,30 +137,37 @@ def build_chunks(
     return wrapped
 
 
-def _build_chunk(
-    kind: type[GPTModel],
-    shape: ModelShape,
-    config: Config,
-    megatron: TransformerConfig,
-    blocks: Modules,
-    vp_stage: int | None,
-) -> Any:
-    virtual = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+def _stage_builder(
+    kind: type[GPTModel], shape: ModelShape, config: Config, megatron: TransformerConfig, blocks: Modules
+) -> BuildModel:
     fields = shape.gpt_fields()
     if blocks.rotates:  # Megatron shall not do it again
         fields["position_embedding_type"] = "none"
-    model = kind(
-        megatron,
-        decoder_spec(shape, megatron, blocks, vp_stage),
-        vocab_size=shape.padded_vocab_size(
-            config.parallel.tensor_model_parallel_size, config.checkpoint.make_vocab_size_divisible_by
-        ),
-        pre_process=parallel_state.is_pipeline_first_stage(**virtual),
-        post_process=parallel_state.is_pipeline_last_stage(**virtual),
-        vp_stage=vp_stage,
-        **fields,
-    )
-    model.tokens_in_vocabulary = shape.vocab_size
+
+    def build(pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
+        model = kind(
+            megatron,
+            decoder_spec(shape, megatron, blocks, vp_stage),
+            vocab_size=shape.padded_vocab_size(
+                config.parallel.tensor_model_parallel_size, config.checkpoint.make_vocab_size_divisible_by
+            ),
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+            **fields,
+        )
+        model.tokens_in_vocabulary = shape.vocab_size
+        return model
+
+    return build
+
+
+def _build_chunk(
+    build: BuildModel, provide: Provide | None, config: Config, megatron: TransformerConfig, vp_stage: int | None
+) -> Any:
+    virtual = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    place = parallel_state.is_pipeline_first_stage(**virtual), parallel_state.is_pipeline_last_stage(**virtual)
+    model = build(*place, vp_stage) if provide is None else provide(build, *place, vp_stage)
     _tell_experts_apart(model, config)
     model.to(current().device())  # Megatron makes its own layers there, ours start on the CPU
     if not (megatron.bf16 or megatron.fp16):

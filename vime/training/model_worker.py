@@ -22,13 +22,14 @@ from vime.platform import current
 from vime.training.build import build_optimizer, build_scheduler, make_rope, precision_fields
 from vime.training.checkpoint import load_megatron, save_megatron
 from vime.training.forward import is_last_stage
+from vime.training.hooks import TrainHooks
 from vime.training.layers.attention import tree_tokens
 from vime.training.offload import Offloader, Part
 from vime.training.packing import MicroBatch, Packer
 from vime.training.parallel import connect, context_part, disconnect, pack_multiple
 from vime.training.records import StartInfo
 from vime.training.step import Learner, Objective, gather_parameters
-from vime.types import Role, TrainBatch, TrainResult
+from vime.types import Role, TrainBatch, TrainResult, TrainStep
 
 __all__ = ["Clock", "ModelWorker", "sum_over_data_parallel"]
 
@@ -80,7 +81,9 @@ class ModelWorker(ABC, Generic[G]):
             UserError: a model or checkpoint cannot be loaded; the message says which and why.
         """
         config = self.config
+        self._hooks = TrainHooks(config, self.role)
         self._device = connect(config, **self._place)  # type: ignore[arg-type]
+        self._hooks.connected()
         self.shape = load_shape(config.checkpoint.hf_checkpoint)
         self.chunks = self._build()
         resume = self._load_all()
@@ -100,18 +103,30 @@ class ModelWorker(ABC, Generic[G]):
         clock = Clock()
         with clock.phase("pack"):
             steps = self._packs(batch)
-        packs = [pack for step in steps for pack in step]
-        given = self._given(packs, clock)
+        packs: Sequence[MicroBatch] = [pack for step in steps for pack in step]
+        packs, given, train_steps = self._reviewed(batch, packs, self._given(packs, clock))
         works = iter(zip(packs, given, strict=True))
         with clock.phase("train"):
             metrics = [
-                self._learner.step([next(works) for _ in packed], step)
-                for packed, step in zip(steps, batch.steps, strict=True)
+                self._step(batch.rollout_id, i, [next(works) for _ in packed], step)
+                for i, (packed, step) in enumerate(zip(steps, train_steps, strict=True))
             ]
             gather_parameters(self.chunks)
         tokens = torch.tensor(float(sum(sample.total_length for sample in batch.samples)), dtype=torch.float64)
         metrics[-1] |= clock.metrics(self.role, float(sum_over_data_parallel(tokens)))
         return TrainResult(steps=tuple(metrics), seconds=clock.seconds)
+
+    def _reviewed(
+        self, batch: TrainBatch, packs: Sequence[MicroBatch], given: Sequence[G]
+    ) -> tuple[Sequence[MicroBatch], Sequence[G], Sequence[TrainStep]]:
+        """What is trained on, where somebody may still change it."""
+        return packs, given, batch.steps
+
+    def _step(
+        self, rollout_id: int, number: int, work: Sequence[tuple[MicroBatch, G]], step: TrainStep
+    ) -> dict[str, float]:
+        self._hooks.before_step(rollout_id, number, self.chunks, self.optimizer, self.scheduler)
+        return self._learner.step(work, step)
 
     def offload(self, part: Part) -> None:
         """Frees the device memory of that part of the state until ``onload``."""

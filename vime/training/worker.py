@@ -32,7 +32,7 @@ from vime.training.records import Export
 from vime.training.replay import recorded
 from vime.training.weight_sets import WeightSets
 from vime.training.weights_io import drain, hf_plan, hf_weights, load_hf_weights, save_hf
-from vime.types import TokenScores, TrainBatch, TrainSample
+from vime.types import TokenScores, TrainBatch, TrainSample, TrainStep
 from vime.weights.plan import WeightPlan
 from vime.weights.shm import SharedBuffer
 
@@ -77,8 +77,8 @@ class TrainWorker(ModelWorker[Given]):
         """Log-probs of actor and reference, by the index of the sample; see ``CriticWorker.score``."""
         packs = [pack for step in self._packs(batch) for pack in step]
         with self._weight_sets.use(REFERENCE):
-            of_reference = self._by_sample(batch, self._log_probs(packs))
-        own = self._by_sample(batch, self._log_probs(packs))
+            of_reference = self._by_sample(batch, self._log_probs(packs, "ref_"))
+        own = self._by_sample(batch, self._log_probs(packs, ""))
         return {index: TokenScores(log_probs=own[index], ref_log_probs=of_reference[index]) for index in own}
 
     def save_hf(self, directory: Path | str) -> None:
@@ -93,7 +93,7 @@ class TrainWorker(ModelWorker[Given]):
         super().stop()
 
     def _build(self) -> list[Any]:
-        chunks = build_chunks(self.shape, self.config)
+        chunks = build_chunks(self.shape, self.config, provide=self._hooks.provide)
         self._weight_sets = WeightSets(chunks)
         return chunks
 
@@ -153,16 +153,27 @@ class TrainWorker(ModelWorker[Given]):
         algorithm = self.config.algorithm
         if REFERENCE in self._weight_sets and not scored:
             with clock.phase("ref_log_probs"), self._weight_sets.use(REFERENCE):
-                ref = self._log_probs(packs)
+                ref = self._log_probs(packs, "ref_")
         replayed = algorithm.use_routing_replay
-        moves = self.config.batch.num_steps_per_rollout > 1 or algorithm.kl_coef
-        if replayed or (moves and not scored):
+        wanted = self.config.batch.num_steps_per_rollout > 1 or algorithm.kl_coef or self._hooks.want_log_probs
+        if replayed or (wanted and not scored):
             with clock.phase("log_probs"), recorded(packs) if replayed else nullcontext():
-                old = self._log_probs(packs)
+                old = self._log_probs(packs, "")
         return old, ref
 
-    def _log_probs(self, packs: Sequence[MicroBatch]) -> LogProbs:
-        """Empty-handed on all but the last pipeline stage: None of every pack."""
+    def _reviewed(
+        self, batch: TrainBatch, packs: Sequence[MicroBatch], given: Sequence[Given]
+    ) -> tuple[Sequence[MicroBatch], Sequence[Given], Sequence[TrainStep]]:
+        return self._hooks.reviewed(batch, packs, given, last_stage=is_last_stage())
+
+    def _log_probs(self, packs: Sequence[MicroBatch], prefix: str | None = None) -> LogProbs:
+        """Empty-handed on all but the last pipeline stage: None of every pack.
+
+        Args:
+            prefix: of what the result is called; None: a probe, of which no hook hears.
+        """
+        if prefix is not None:
+            self._hooks.before_log_probs(self.chunks, prefix)
         answers = log_probs_of(self.chunks, packs, self.config.rollout.rollout_temperature)
         return [answer.log_probs_t for answer in answers] or [None] * len(packs)
 

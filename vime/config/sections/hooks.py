@@ -20,3 +20,12 @@ class Hooks:
     rollout_sample_filter_path: str | None = flag(None, help="Marks samples of a finished rollout as not trained on.")
     custom_rollout_log_function_path: str | None = flag(None, help="Logs a rollout; a true result replaces our log.")
     custom_eval_rollout_log_function_path: str | None = flag(None, help="Logs an evaluation, in the same way.")
+    custom_megatron_init_path: str | None = flag(None, help="Sets up a rank of the trainer before its model is built.")
+    custom_model_provider_path: str | None = flag(None, help="Changes the model before it is wrapped for training.")
+    custom_megatron_before_log_prob_hook_path: str | None = flag(
+        None, help="Prepares the model for a pass without gradients."
+    )
+    rollout_data_postprocess_path: str | None = flag(
+        None, help="Changes advantages, log-probs or masks of a rollout before it is trained on."
+    )
+    custom_megatron_before_train_step_hook_path: str | None = flag(None, help="Acts before each optimizer step.")

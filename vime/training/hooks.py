@@ -1,0 +1,149 @@
+"""The custom functions that run on this rank, each with what its contract says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from vime.config import Config
+from vime.plugins import WrongAnswer, resolve_hooks
+from vime.plugins import training as contracts
+from vime.plugins.contract import read_nothing, shown
+from vime.plugins.tensors import token_rows
+from vime.training.build import BuildModel
+from vime.training.loss import Given
+from vime.training.packing import MicroBatch
+from vime.training.rollout_data import Rows, rollout_data
+from vime.types import Role, TrainBatch, TrainStep
+
+__all__ = ["TrainHooks"]
+
+
+class TrainHooks:
+    """Resolved once, when the rank starts."""
+
+    def __init__(self, config: Config, role: Role) -> None:
+        hooks = resolve_hooks(config, "training")
+        self.args = config.args.extended(role=role)
+        self._init = hooks.get(contracts.CUSTOM_MEGATRON_INIT)
+        self._provide = hooks.get(contracts.CUSTOM_MODEL_PROVIDER)
+        self._before_log_probs = hooks.get(contracts.CUSTOM_MEGATRON_BEFORE_LOG_PROB)
+        self._postprocess = hooks.get(contracts.ROLLOUT_DATA_POSTPROCESS)
+        self._before_step = hooks.get(contracts.CUSTOM_MEGATRON_BEFORE_TRAIN_STEP)
+
+    @property
+    def want_log_probs(self) -> bool:
+        """Whether the policy's own log-probs must be computed, also where training can do without."""
+        return self._postprocess is not None
+
+    def connected(self) -> None:
+        """Megatron's process groups stand."""
+        if self._init is not None:
+            self._init.call(self.args, about=_rank(), read=read_nothing)
+
+    def provide(self, build: BuildModel, first: bool, last: bool, virtual_stage: int | None) -> Any:
+        """A chunk of the model: what ``build`` makes, or what the user's function makes of it."""
+        if self._provide is None:
+            return build(first, last, virtual_stage)
+        made: list[Any] = []
+
+        def noted(*stage: Any) -> Any:
+            made.append(build(*stage))
+            return made[-1]
+
+        def read(answer: Any) -> Any:
+            if answer not in made:
+                raise WrongAnswer(f"must return the model that build(…) made, not {shown(answer)}")
+            return answer
+
+        optional = {"args": self.args, "build": noted}
+        taken = {name: value for name, value in optional.items() if self._provide.takes(name)}
+        return self._provide.call(first, last, virtual_stage, **taken, about=_rank(), read=read)
+
+    def before_log_probs(self, chunks: Sequence[Any], prefix: str) -> None:
+        """A pass without gradients over a rollout follows."""
+        if self._before_log_probs is not None:
+            about = f"{prefix}log_probs, {_rank()}"
+            self._before_log_probs.call(self.args, list(chunks), prefix, about=about, read=read_nothing)
+
+    def before_step(self, rollout_id: int, step: int, chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
+        """An optimizer step follows."""
+        if self._before_step is not None:
+            about = f"step {step} of rollout {rollout_id}, {_rank()}"
+            self._before_step.call(
+                self.args, rollout_id, step, list(chunks), optimizer, scheduler, about=about, read=read_nothing
+            )
+
+    def reviewed(
+        self, batch: TrainBatch, packs: Sequence[MicroBatch], given: Sequence[Given], *, last_stage: bool
+    ) -> tuple[Sequence[MicroBatch], Sequence[Given], Sequence[TrainStep]]:
+        """Micro-batches, what is known of them, and the steps, after the user's function has seen the rollout.
+
+        Masks that it changed count in the denominators as if they had come that way.
+        """
+        if self._postprocess is None:
+            return packs, given, batch.steps
+        known = {
+            "log_probs": [each.old_log_probs_t for each in given],
+            "ref_log_probs": [each.ref_log_probs_t for each in given],
+            "advantages": [each.advantages_t for each in given],
+        }
+        data = rollout_data(batch, packs, **known if last_stage else {})  # type: ignore[arg-type]
+        names = [name for name in contracts.READ_BACK if name in data]
+        lengths = [sample.response_length for sample in batch.samples]
+
+        def read(answer: Any) -> dict[str, list[Tensor]]:
+            read_nothing(answer)
+            return {name: token_rows(data, name, lengths) for name in names}
+
+        about = f"rollout {batch.rollout_id}, {_rank()}"
+        found = self._postprocess.call(self.args, batch.rollout_id, data, about=about, read=read)
+        rows = Rows.of(batch)
+        joined = {name: rows.join(tensors) for name, tensors in found.items()}
+        return (*_replaced(packs, given, joined), _recounted(batch, packs, joined["loss_masks"]))
+
+
+def _replaced(
+    packs: Sequence[MicroBatch], given: Sequence[Given], joined: dict[str, list[Tensor]]
+) -> tuple[list[MicroBatch], list[Given]]:
+    """With the tensors of ``joined`` in place of their own."""
+    of_packs = {"loss_masks": "mask_t", "rollout_log_probs": "rollout_log_probs_t"}
+    of_given = {"advantages": "advantages_t", "log_probs": "old_log_probs_t", "ref_log_probs": "ref_log_probs_t"}
+    return (
+        [dataclasses.replace(pack, **_fields(of_packs, joined, i)) for i, pack in enumerate(packs)],
+        [dataclasses.replace(each, **_fields(of_given, joined, i)) for i, each in enumerate(given)],
+    )
+
+
+def _fields(names: dict[str, str], joined: dict[str, list[Tensor]], place: int) -> dict[str, Any]:
+    return {field: joined[name][place] for name, field in names.items() if name in joined}
+
+
+def _recounted(batch: TrainBatch, packs: Sequence[MicroBatch], masks: Sequence[Tensor]) -> list[TrainStep]:
+    """The steps with the tokens that the changed masks leave, over all data-parallel ranks."""
+    places, more = iter(range(len(packs))), []
+    for step in batch.steps:
+        chosen = [next(places) for _ in step.micro_batches]
+        more.append(sum(_tokens(masks[i], packs[i]) - _tokens(packs[i].mask_t, packs[i]) for i in chosen))
+    total = torch.tensor(more, dtype=torch.int64, device=packs[0].mask_t.device)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return [
+        dataclasses.replace(step, num_tokens=step.num_tokens + difference)
+        for step, difference in zip(batch.steps, total.tolist(), strict=True)
+    ]
+
+
+def _tokens(mask: Tensor, pack: MicroBatch) -> int:
+    """What the samples of a micro-batch count in the denominator: at least 1 each."""
+    trained = [int(part.sum()) for part in torch.split(mask, pack.lengths_n.tolist())]
+    return sum(max(count, 1) for count in trained)
+
+
+def _rank() -> str:
+    return f"rank {dist.get_rank()}"
