@@ -42,7 +42,7 @@ class CriticWorker(ModelWorker[Goal]):
         return replace(result, steps=tuple(with_explained_variance(metrics) for metrics in result.steps))
 
     def _build(self) -> list[Any]:
-        return build_chunks(self.shape, self.config, model=ValueModel)
+        return build_chunks(self.shape, self.config, model=ValueModel, provide=self._hooks.provide)
 
     def _objective(self) -> ValueObjective:
         return ValueObjective(self.config.critic.value_clip, self.config.batch.calculate_per_token_loss)
