@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import numpy as np
+import orjson
 import pytest
 from aiohttp import web
 
+from vime.serving import answers
 from vime.serving import client as client_module
 from vime.serving.client import EngineError, RouterClient, parse_generation, request_body
 from vime.types import SamplingParams
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-ANSWER = {
-    "choices": [
-        {
-            "token_ids": [11, 12, 13],
-            "finish_reason": "length",
-            "weight_versions": [{"version": "default", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}],
-            "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}, {"logprob": -0.5}]},
-        }
-    ]
-}
+ANSWER = orjson.loads(
+    answers.encode(
+        [11, 12, 13],
+        [-1.0, -2.0, -0.5],
+        [{"version": "default", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}],
+        "length",
+    )
+)
 PARAMS = SamplingParams(max_tokens=3, seed=1)
 
 
@@ -61,13 +63,14 @@ async def test_a_request_carries_its_session_and_every_sampling_parameter(serve:
     seen: dict[str, object] = {}
 
     async def handler(request: web.Request) -> web.Response:
-        seen.update(await request.json(), session=request.headers["x-session-id"])
+        seen.update(await request.json(), session=request.headers["x-session-id"], accept=request.headers["accept"])
         return web.json_response(ANSWER)
 
     generation = await (await serve(handler)).generate([1, 2], PARAMS, session_id="abc")
     assert (generation.token_ids, generation.log_probs) == ([11, 12, 13], [-1.0, -2.0, -0.5])
     assert generation.weight_versions == [0, 4, 4]
     assert seen["session"] == "abc"
+    assert seen["accept"] == answers.MEDIA_TYPE
     assert seen["token_ids"] == [1, 2]
     assert seen["sampling_params"] == {
         "max_tokens": 3,
@@ -163,18 +166,25 @@ async def test_512_requests_are_in_flight_at_once(serve: Callable) -> None:
     assert len(answers) == 512
 
 
-def answer_with(**changes: object) -> dict[str, list[dict[str, object]]]:
-    return {"choices": [ANSWER["choices"][0] | changes]}
+def packed(values: list[float], dtype: str = "<f4") -> str:
+    return base64.b64encode(np.array(values, dtype).tobytes()).decode()
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         ({}, "cannot be read"),
-        (answer_with(finish_reason="error"), "ended a request with 'error'"),
-        (answer_with(logprobs={"content": [{"logprob": -9999.0}] * 3}), "without a finite log-prob"),
-        (answer_with(logprobs=None), "without a finite log-prob"),
-        (answer_with(weight_versions=[{"version": "4", "start": 0, "end": 2}]), "weight versions of 2 tokens, not 3"),
+        ({"choices": []}, "cannot be read"),  # vLLM's own answer
+        (ANSWER | {"finish_reason": "error"}, "ended a request with 'error'"),
+        (ANSWER | {"log_probs": packed([-1.0, float("nan"), -1.0])}, "without a finite log-prob"),
+        (ANSWER | {"log_probs": packed([-1.0, -float("inf"), -1.0])}, "without a finite log-prob"),
+        (ANSWER | {"log_probs": packed([-1.0])}, "without a finite log-prob"),
+        (ANSWER | {"log_probs": "not base64"}, "cannot be read"),
+        (ANSWER | {"token_ids": packed([1, 2, 3], "u1")}, "cannot be read"),
+        (
+            ANSWER | {"weight_versions": [{"version": "4", "start": 0, "end": 2}]},
+            "weight versions of 2 tokens, not 3",
+        ),
     ],
 )
 def test_an_answer_that_cannot_be_trained_on_is_an_error(answer: object, message: str) -> None:
@@ -183,9 +193,22 @@ def test_an_answer_that_cannot_be_trained_on_is_an_error(answer: object, message
 
 
 def test_an_answer_aborted_before_its_first_token_is_empty() -> None:
-    answer = answer_with(token_ids=[], finish_reason="abort", logprobs={"content": []}, weight_versions=None)
-    generation = parse_generation(answer)
+    generation = parse_generation(orjson.loads(answers.encode([], [], [], "abort")))
     assert (generation.token_ids, generation.weight_versions, generation.finish_reason) == ([], [], "abort")
+
+
+def test_packed_numbers_are_the_engines_float32_and_any_token_id() -> None:
+    log_probs = np.float32([-0.1, -1e-8, -87.3, -0.0]).tolist()
+    ids = [0, 151_935, 2**31 - 1, 7]
+    spans: list[answers.Span] = [{"version": "1", "start": 0, "end": 4}]
+    generation = parse_generation(orjson.loads(answers.encode(ids, log_probs, spans, "stop")))
+    assert generation.token_ids == ids
+    assert generation.log_probs == log_probs  # bit by bit
+
+
+def test_a_token_and_its_log_prob_take_11_bytes() -> None:
+    spans: list[answers.Span] = [{"version": "12", "start": 0, "end": 512}]
+    assert len(answers.encode(range(512), [-1.0] * 512, spans, "length")) / 512 < 11.0
 
 
 def test_text_is_made_only_where_a_stop_text_needs_it() -> None:

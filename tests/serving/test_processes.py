@@ -145,12 +145,13 @@ def test_a_model_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_flags_of_the_user_win_over_defaults_but_not_over_what_vime_decides(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    flags = {"enforce_eager": False, "kv_cache_memory_bytes": 7, "host": "0.0.0.0"}
+    flags = {"enforce_eager": False, "kv_cache_memory_bytes": 7, "host": "0.0.0.0", "disable_log_stats": False}
     command = EngineSpec(model=tmp_path, flags=flags).command("127.0.0.1", 8000)
     assert "--no-enforce-eager" in command
     assert command[command.index("--kv-cache-memory-bytes") + 1] == "7"
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert "--no-enable-chunked-prefill" in command  # a default that was not overridden
+    assert "--disable-log-stats" not in command
 
 
 @pytest.mark.slow

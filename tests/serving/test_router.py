@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from vime.errors import UserError
+from vime.serving import answers
 from vime.serving.client import RouterClient
 from vime.serving.http import EngineError, HttpServer
 from vime.serving.router import RouterServer
@@ -23,8 +24,8 @@ async def start_engine(number: int) -> tuple[web.AppRunner, str]:
     """Answers every request with its number as the token."""
 
     async def generate(_request: web.Request) -> web.Response:
-        choice = {"token_ids": [number], "finish_reason": "length", "logprobs": {"content": [{"logprob": -1.0}]}}
-        return web.json_response({"choices": [choice | {"weight_versions": [{"version": "1", "start": 0, "end": 1}]}]})
+        body = answers.encode([number], [-1.0], [{"version": "1", "start": 0, "end": 1}], "length")
+        return web.Response(body=body, content_type=answers.MEDIA_TYPE)
 
     async def health(_request: web.Request) -> web.Response:
         return web.Response()

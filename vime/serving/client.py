@@ -8,7 +8,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vime.serving.control import EngineControl, parse_version
+import numpy as np
+
+from vime.serving import answers
+from vime.serving.control import GENERATE, EngineControl, parse_version
 from vime.serving.http import EngineError, HttpServer, Refused, Unreachable
 from vime.types import Generation, SamplingParams, WeightVersion
 
@@ -20,7 +23,6 @@ ABORT_PERIOD_S = 0.2
 ABORT_TIMEOUT_S = 60.0
 ENGINE_ID_PREFIX = "generate-tokens-"  # vLLM puts it before the id that a request came with
 FINISH_REASONS = ("stop", "length", "abort")
-NO_LOG_PROB = -9999.0  # what vLLM writes in place of NaN and -inf
 
 
 class RouterClient:
@@ -49,7 +51,7 @@ class RouterClient:
             EngineError: no attempt was answered, the request is wrong (4xx), or the answer cannot be trained on.
         """
         request_id = f"vime-{self._run}-{next(self._numbers)}"
-        headers = {"x-session-id": session_id, "x-request-id": request_id}
+        headers = {"accept": answers.MEDIA_TYPE, "x-session-id": session_id, "x-request-id": request_id}
         body = request_body(token_ids, params) | {"request_id": request_id}
         self._in_flight.add(ENGINE_ID_PREFIX + request_id)
         try:
@@ -67,7 +69,7 @@ class RouterClient:
         for attempt in itertools.count(1):
             try:
                 return await self._router.call(
-                    "POST", "/inference/v1/generate", body, timeout_s=self._request_timeout_s, headers=headers
+                    "POST", GENERATE, body, timeout_s=self._request_timeout_s, headers=headers
                 )
             except (Unreachable, Refused) as error:
                 if attempt == ATTEMPTS or (isinstance(error, Refused) and error.status < 500):
@@ -117,25 +119,28 @@ def request_body(token_ids: Sequence[int], params: SamplingParams) -> dict[str, 
 
 
 def parse_generation(answer: Any) -> Generation:
-    """The first choice of an answer.
+    """An engine's answer (``answers.Answer``).
 
     Raises:
-        EngineError: it has no choice, a finish reason that we do not know, or a token without log-prob or version.
+        EngineError: it is something else, has a finish reason that we do not know, or a token without log-prob or
+            version.
     """
     try:
-        choice = answer["choices"][0]
-        token_ids: list[int] = choice["token_ids"]
-        content = (choice["logprobs"] or {}).get("content") or []
-        log_probs = [float(token["logprob"]) for token in content]
-        versions = _spread(choice["weight_versions"] or [], len(token_ids))
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+        token_ids = answers.unpacked(answer["token_ids"], answers.TOKEN_DTYPE)
+        log_probs = answers.unpacked(answer["log_probs"], answers.LOG_PROB_DTYPE)
+        versions = _spread(answer["weight_versions"], len(token_ids))
+        finish_reason = answer["finish_reason"]
+    except (KeyError, TypeError, ValueError) as error:
         raise EngineError(f"an engine's answer cannot be read ({error!r}): {str(answer)[:300]}") from None
-    if choice["finish_reason"] not in FINISH_REASONS:
-        raise EngineError(f"an engine ended a request with {choice['finish_reason']!r}")
-    if len(log_probs) != len(token_ids) or NO_LOG_PROB in log_probs:
+    if finish_reason not in FINISH_REASONS:
+        raise EngineError(f"an engine ended a request with {finish_reason!r}")
+    if len(log_probs) != len(token_ids) or not np.isfinite(log_probs).all():
         raise EngineError("an engine sampled a token without a finite log-prob; its weights are probably not finite")
     return Generation(
-        token_ids=token_ids, log_probs=log_probs, weight_versions=versions, finish_reason=choice["finish_reason"]
+        token_ids=token_ids.tolist(),
+        log_probs=log_probs.tolist(),
+        weight_versions=versions,
+        finish_reason=finish_reason,
     )
 
 

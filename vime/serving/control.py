@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from vime.serving import answers
 from vime.serving.http import HttpServer
 from vime.types import WeightVersion
 
 CALL_TIMEOUT_S = 60.0
+GENERATE = "/inference/v1/generate"
 FIRST_VERSION = "default"  # what vLLM calls the weights that it started with
 
 
@@ -96,7 +98,8 @@ class EngineControl:
 
     async def generate(self, body: dict[str, Any], *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
         """One request to this engine, past the router; for probes."""
-        answer: dict[str, Any] = await self._server.call("POST", "/inference/v1/generate", body, timeout_s=timeout_s)
+        headers = {"accept": answers.MEDIA_TYPE}
+        answer: dict[str, Any] = await self._server.call("POST", GENERATE, body, timeout_s=timeout_s, headers=headers)
         return answer
 
     async def close(self) -> None:

@@ -96,4 +96,10 @@ def top_k(config: Config) -> Iterator[Violation]:
             yield Violation(f"{option(name)} must be at least 1, or -1 for all tokens, not {value}", (name,))
 
 
-RULES = (numbers, top_k)
+def api_servers(config: Config) -> Iterator[Violation]:
+    count = config.vllm.get("api_server_count")
+    if count is not None and count < 1:
+        yield Violation(f"--vllm-api-server-count must be at least 1, not {count}", ("api_server_count",))
+
+
+RULES = (numbers, top_k, api_servers)

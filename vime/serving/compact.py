@@ -1,0 +1,193 @@
+"""What runs inside vLLM's API servers: compact answers, and aborts that reach every API server of an engine.
+
+Written for vLLM 0.32; ``tests/serving`` fails where a later version no longer fits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import validate_json_request, with_cancellation
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.utils.serial_utils import numpy2base64
+
+from vime.serving import answers
+from vime.serving.guard import die_with_parent
+
+GENERATE = "/inference/v1/generate"
+COMPACT = "/vime/v1/generate"  # where the middleware leads requests for compact answers; routers know the other path
+ABORT = "/abort_requests"
+IDS_A_MESSAGE = 1000  # about 50 kB; a datagram may hold 200
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class CompactAnswers:
+    """ASGI middleware, once in each API server process of an engine."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._peers: Peers | None = None
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            self._start(scope["app"])
+        elif scope["type"] == "http" and scope["path"] == GENERATE and _accepts_compact(scope):
+            scope["path"] = COMPACT
+        elif scope["type"] == "http" and scope["path"] == ABORT and self._peers is not None:
+            receive = await self._peers.overhear(receive)
+        await self._app(scope, receive, send)
+
+    def _start(self, app: FastAPI) -> None:
+        """Called when vLLM has put together its app and is about to serve it."""
+        state = app.state
+        state.compact_tokens = CompactTokens(
+            state.engine_client,
+            state.openai_serving_models,
+            state.online_renderer,
+            request_logger=state.serving_tokens.request_logger,
+        )
+        app.router.routes.insert(
+            0, APIRoute(COMPACT, generate, methods=["POST"], dependencies=[Depends(validate_json_request)])
+        )
+        args = state.args
+        if (args.api_server_count or 1) > 1:
+            self._peers = Peers(f"{args.host}:{args.port}", args.api_server_count, state.engine_client)
+
+
+def _accepts_compact(scope: Message) -> bool:
+    return any(name == b"accept" and value == answers.MEDIA_TYPE.encode() for name, value in scope["headers"])
+
+
+class CompactTokens(ServingTokens):  # type: ignore[misc]
+    """vLLM's handler of token requests, which takes, checks and runs them as ever, and answers in our way."""
+
+    async def serve_tokens(self, request: GenerateRequest, raw_request: Request | None = None) -> bytes | ErrorResponse:
+        params = request.sampling_params
+        if request.stream or params.n != 1 or params.logprobs is None:
+            return self.create_error_response(f"{answers.MEDIA_TYPE} is for one whole response with log-probs")
+        params.flat_logprobs = True  # plain lists instead of a dict and an object a token
+        return await super().serve_tokens(request, raw_request)
+
+    async def serve_tokens_full_generator(
+        self, request: GenerateRequest, result_generator: AsyncGenerator[RequestOutput, None], request_id: str, *_: Any
+    ) -> bytes | ErrorResponse:
+        """The answer, as soon as the response is whole."""
+        try:
+            results = [result async for result in result_generator]  # one, because the response is not streamed
+        except asyncio.CancelledError:
+            return self.create_error_response("Client disconnected")
+        output = results[-1].outputs[0]
+        self._raise_if_error(output.finish_reason, request_id)
+        return encoded(output)
+
+
+def encoded(output: CompletionOutput) -> bytes:
+    """A finished response as the body of an answer."""
+    log_probs = output.logprobs
+    assert isinstance(log_probs, FlatLogprobs)
+    spans: list[answers.Span] = [
+        {"version": span.version, "start": span.start, "end": span.end} for span in output.weight_versions or ()
+    ]
+    experts = output.routed_experts
+    return answers.encode(
+        output.token_ids,
+        np.asarray(log_probs.logprobs, answers.LOG_PROB_DTYPE)[log_probs.start_indices],  # the sampled token's is first
+        spans,
+        output.finish_reason or "stop",
+        numpy2base64(experts) if experts is not None else None,
+    )
+
+
+@with_cancellation  # type: ignore[untyped-decorator]
+async def generate(request: GenerateRequest, raw_request: Request) -> Response:
+    """vLLM's route for token requests, with another end."""
+    answer = await raw_request.app.state.compact_tokens.serve_tokens(request, raw_request)
+    if isinstance(answer, ErrorResponse):
+        return JSONResponse(answer.model_dump(), status_code=answer.error.code)
+    return Response(answer, media_type=answers.MEDIA_TYPE)
+
+
+class Peers:
+    """The API servers of one engine, for what only one of them is told and all must do.
+
+    Pausing, sleeping and weight versions are matters of the engine core, whichever server is asked. But a request is
+    known to the one server that took it, and a client cannot choose which of them it talks to. So whoever is asked to
+    abort requests passes their ids on to the others, by datagrams: names of sockets derive from the engine's address.
+
+    Args:
+        address: the engine's, as all its API servers know it.
+        count: how many API servers there are.
+    """
+
+    def __init__(self, address: str, count: int, engine: Any) -> None:
+        self._engine = engine
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        names = [f"\0vime {address} {number}" for number in range(count)]
+        own = next(name for name in names if _bound(self._socket, name))
+        self._others = [name for name in names if name != own]
+        self._tasks: set[asyncio.Task[None]] = set()
+        asyncio.get_running_loop().add_reader(self._socket, self._hear)
+
+    async def overhear(self, receive: Receive) -> Receive:
+        """Reads a request to abort and passes it on; returns what reads it once more."""
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        self._tell(orjson.loads(body).get("request_ids") or [])
+        read = iter([{"type": "http.request", "body": body}])
+
+        async def again() -> Message:
+            return next(read, None) or await receive()
+
+        return again
+
+    def _tell(self, request_ids: Sequence[str]) -> None:
+        parts = [request_ids[i : i + IDS_A_MESSAGE] for i in range(0, len(request_ids), IDS_A_MESSAGE)]
+        for name in self._others:
+            for part in parts or [[]]:
+                with contextlib.suppress(OSError):  # a server which is not there has no requests
+                    self._socket.sendto(orjson.dumps(part), name)
+
+    def _hear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                task = asyncio.ensure_future(self._abort(orjson.loads(self._socket.recv(1 << 18))))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        """Aborts these requests, or without ids all that this server has, as vLLM's own route does."""
+        if request_ids:
+            await self._engine.abort(request_ids)
+        else:
+            await self._engine.abort(list(self._engine.output_processor.request_states), internal=True)
+
+
+def _bound(server: socket.socket, name: str) -> bool:
+    try:
+        server.bind(name)
+    except OSError:
+        return False
+    return True
+
+
+die_with_parent()  # an API server that is one of several would outlive the process that started them
