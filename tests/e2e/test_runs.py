@@ -76,7 +76,7 @@ def test_a_killed_engine_ends_the_run_with_the_cause_last(flags: list[str], save
     with Run(save, *flags, "--num-rollout", "100000") as run:
         run.wait_for(lambda: len(run.rows()) >= 1, "a rollout")
         (engine,) = [
-            process for process in run.named("openai.api_server") if "guard.py" not in " ".join(process.cmdline())
+            process for process in run.named("vime.serving.server") if "guard.py" not in " ".join(process.cmdline())
         ]
         engine.kill()
         assert run.wait() == 1
