@@ -225,6 +225,7 @@ class TrainSample:
     truncated: bool = False
     metadata: dict[str, Any] | None = None
     scores: TokenScores = TokenScores()
+    counts: bool = True  # whether it is one of N in means over samples; False: as if it were not there
 
     @property
     def total_length(self) -> int:
@@ -258,8 +259,8 @@ class TrainStep:
     """
 
     micro_batches: tuple[tuple[int, ...], ...]  # positions in TrainBatch.samples; equally many on every rank
-    num_samples: int  # N: samples of the step over all ranks (the global batch size)
-    num_tokens: int  # sum over samples of max(trained tokens, 1), over all ranks
+    num_samples: int  # N: samples of the step that count, over all ranks; the global batch size unless some do not
+    num_tokens: int  # sum over those of max(trained tokens, 1), over all ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

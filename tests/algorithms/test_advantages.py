@@ -161,6 +161,11 @@ def test_whitening_uses_trained_tokens_and_the_sample_variance():
     assert whitened.tolist() == pytest.approx([-0.87287, -0.21822, 0.43644, 1.09109], abs=1e-5)
 
 
+def test_what_stands_at_masked_tokens_does_not_spread():
+    whitened = whiten(torch.tensor([1.0, 2, float("nan"), 4]), torch.tensor([1, 1, 0, 1]))
+    assert whitened[[0, 1, 3]].tolist() == pytest.approx([-0.87287, -0.21822, 1.09109], abs=1e-5)
+
+
 def test_whitening_without_a_trained_token_changes_nothing():
     assert whiten(torch.tensor([1.0, 2.0]), torch.zeros(2)).tolist() == [1.0, 2.0]
 

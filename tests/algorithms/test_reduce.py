@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vime.algorithms.reduce import per_sample, per_token, segment_sum
+from vime.algorithms.reduce import by_length, per_sample, per_token, segment_mean, segment_sum
 
 LENGTHS = torch.tensor([4, 2])
 VALUES = torch.tensor([1.0, 1, 1, 1, 2, 2])
@@ -18,6 +18,20 @@ def test_per_sample_weighs_samples_alike():
 
 def test_per_token_weighs_tokens_alike():
     assert per_token(torch.ones(6), num_tokens=6)(VALUES).item() == pytest.approx(4 / 3)
+
+
+def test_a_constant_length_lets_long_samples_weigh_more():
+    # (4 + 4) / 8 tokens, and 2 samples
+    assert by_length(torch.ones(6), num_samples=2, length=8)(VALUES).item() == pytest.approx(0.5)
+    mask = torch.tensor([1, 1, 0, 0, 1, 0])
+    assert by_length(mask, num_samples=2, length=8)(VALUES).item() == pytest.approx((2 + 2) / 8 / 2)
+
+
+def test_the_mean_of_each_sample_over_its_trained_tokens():
+    mask = torch.tensor([1, 1, 0, 0, 0, 0])
+    values = torch.tensor([1.0, 3.0, float("nan"), 0, 5, 7])
+    assert segment_mean(values, mask, LENGTHS).tolist() == [2, 0]
+    assert segment_mean(values, mask, LENGTHS, total=True).tolist() == [4, 0]
 
 
 def test_a_fully_masked_sample_counts_in_both_denominators():

@@ -61,6 +61,41 @@ RULES = {
         "--advantage-estimator reinforce_plus_plus needs --normalize-advantages: its advantages have no scale of their "
         "own"
     ),
+    "--use-dr-grpo --calculate-per-token-loss": (
+        "--use-dr-grpo and --calculate-per-token-loss exclude each other: each has its own denominator"
+    ),
+    "--dr-grpo-divisor 100": "--dr-grpo-divisor needs --use-dr-grpo",
+    "--overlong-penalty-factor 2": "--overlong-penalty-factor needs --overlong-buffer-len",
+    "--overlong-buffer-len 65": "--overlong-buffer-len 65 is more than --rollout-max-response-len 64",
+    "--overlong-buffer-len 0": "--overlong-buffer-len must be at least 1, not 0",
+    "--advantage-estimator reinforce_plus_plus --normalize-advantages --exclude-zero-signal-groups": (
+        "--exclude-zero-signal-groups has no meaning with reinforce_plus_plus: it learns from groups of equal rewards "
+        "too"
+    ),
+    "--ref-update-interval 2": "--ref-update-interval needs a reference model: give --use-kl-loss or --kl-coef",
+    "--use-unbiased-kl": "--use-unbiased-kl needs --use-kl-loss",
+    # off-policy corrections
+    "--use-tis --use-rollout-logprobs": (
+        "--use-tis and --use-rollout-logprobs exclude each other: the engine's log-probs are the old ones"
+    ),
+    "--keep-old-actor --use-rollout-logprobs": (
+        "--keep-old-actor and --use-rollout-logprobs exclude each other: the engine's log-probs are the old ones"
+    ),
+    "--tis-clip 3": "--tis-clip needs --use-tis",
+    "--tis-level sequence": "--tis-level needs --use-tis",
+    "--opsm-delta 0.1": "--opsm-delta needs --use-opsm",
+    "--use-tis --tis-clip-low 3": "--tis-clip-low 3 is above --tis-clip 2",
+    "--use-tis --tis-mode truncate --tis-clip-low 0.5": (
+        "--tis-clip-low 0.5 has no meaning with --tis-mode truncate; clip cuts both ways"
+    ),
+    "--use-tis --rollout-top-p 0.9": (
+        "--use-tis compares log-probs of trainer and engine, which --rollout-top-p 0.9 makes different things: 1 is "
+        "needed"
+    ),
+    "--use-rollout-logprobs --rollout-top-k 5": (
+        "--use-rollout-logprobs compares log-probs of trainer and engine, which --rollout-top-k 5 makes different "
+        "things: -1 is needed"
+    ),
     "--gamma 1.5": "--gamma must be at least 0 and at most 1, not 1.5",
     "--eps-clip 1": "--eps-clip must be at least 0 and below 1, not 1.0",
     "--eps-clip-c 1": "--eps-clip-c must be above 1, not 1.0 (it bounds the ratio of negative advantages)",
@@ -311,6 +346,10 @@ WARNINGS = {
     ),
     "--advantage-estimator cispo --eps-clip-c 3": (
         "--eps-clip-c has no effect with cispo: --eps-clip-high bounds what a token weighs"
+    ),
+    "--use-opsm": (
+        "--use-opsm has no effect with one step a rollout: the old policy is the current one; it needs "
+        "--use-rollout-logprobs, --keep-old-actor or --num-steps-per-rollout above 1"
     ),
     "--rollout-top-p 0.9": (
         "--rollout-top-p 0.9: the engine samples from fewer tokens than the trainer computes log-probs over; 1 is "

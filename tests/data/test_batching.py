@@ -1,5 +1,6 @@
 """How samples become steps and micro-batches, whatever their number and lengths."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -67,6 +68,15 @@ def test_denominators_count_all_ranks_and_a_masked_sample_as_one():
     samples = tuple(sample(i, trained=trained) for i, trained in enumerate([3, 0, 5, 2]))
     batches = make_train_batches(RolloutBatch(rollout_id=0, samples=samples), dp_size=2, global_batch_size=2)
     assert [[(s.num_samples, s.num_tokens) for s in batch.steps] for batch in batches] == [[(2, 4), (2, 7)]] * 2
+
+
+def test_samples_that_do_not_count_are_in_no_denominator():
+    samples = tuple(dataclasses.replace(sample(i, trained=3), counts=i < 3) for i in range(4))
+    (batch,) = make_train_batches(RolloutBatch(rollout_id=0, samples=samples), dp_size=1, global_batch_size=2)
+    assert [(s.num_samples, s.num_tokens) for s in batch.steps] == [(2, 6), (1, 3)]
+    idle = tuple(dataclasses.replace(each, counts=False) for each in samples)
+    (batch,) = make_train_batches(RolloutBatch(rollout_id=0, samples=idle), dp_size=1, global_batch_size=4)
+    assert [(s.num_samples, s.num_tokens) for s in batch.steps] == [(1, 1)], "nothing to divide, and never by 0"
 
 
 @pytest.mark.parametrize(("balance", "tokens"), [(False, [255, 145]), (True, [195, 205])])

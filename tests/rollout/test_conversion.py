@@ -1,5 +1,7 @@
 """Closed groups become a batch; nothing invalid gets through and nothing is dropped."""
 
+import math
+
 import pytest
 
 from vime.errors import UserError
@@ -108,3 +110,27 @@ def test_a_reward_that_is_no_finite_number_never_reaches_training(reward):
 def test_post_processing_must_return_one_reward_a_sample():
     with pytest.raises(UserError, match="returned 1 raw and 2 processed rewards for 2 samples"):
         to_rollout_batch(0, [[sample(0), sample(1)]], lambda samples: ([1.0], [1.0, 2.0]))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_processed_reward_that_is_not_finite_is_named_and_not_trained_on(bad, caplog):
+    batch = to_rollout_batch(0, [[sample(0), sample(1)]], lambda samples: ([1.0, 1.0], [0.5, bad]))
+    assert [(s.reward, s.loss_mask) for s in batch.samples] == [(0.5, (1, 1)), (0.0, (0, 0))]
+    assert batch.metrics == {"rollout/nonfinite_rewards": 1.0}
+    assert "sample 1 (group 0, rollout None): its processed reward is not a finite number" in caplog.text
+
+
+def test_who_needs_log_probs_names_the_sample_without_them():
+    groups = [[sample(0), sample(1, rollout_log_probs=None)]]
+    assert all(s.rollout_log_probs is None for s in to_rollout_batch(0, groups, halve).samples)
+    with pytest.raises(InvalidSample, match=r"sample 1 .*: it has no rollout_log_probs, and --use-tis needs them"):
+        to_rollout_batch(0, groups, halve, needs_log_probs="--use-tis")
+
+
+def test_groups_without_a_signal_can_be_left_out_of_every_mean():
+    groups = [[sample(0, 1.0), sample(1, 0.0)], [sample(2, 0.9), sample(3, 0.9)], [sample(4, 1.0), sample(5, None)]]
+    kept = to_rollout_batch(0, groups, halve).samples
+    assert all(s.counts for s in kept) and kept[2].loss_mask == (1, 1)
+    left = to_rollout_batch(0, groups, halve, exclude_zero_signal=True).samples
+    assert [s.counts for s in left] == [True, True, False, False, False, False]
+    assert [sum(s.loss_mask) for s in left] == [2, 2, 0, 0, 0, 0]

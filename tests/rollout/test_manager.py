@@ -38,7 +38,7 @@ async def test_a_rollout_has_every_sample_of_every_group_whatever_the_order_of_c
     batch = await manager.generate(5)
     assert [s.index for s in batch.samples] == list(range(12))
     assert all(s.tokens[:3] == tuple(PROMPT) and len(s.weight_versions) == s.response_length for s in batch.samples)
-    assert batch.metrics == {"rollout/groups": 3.0}
+    assert batch.metrics == {"rollout/groups": 3.0, "rollout/nonfinite_rewards": 0.0}
     assert len(recorder.recorded["rollout-5"]) == 12
 
 

@@ -5,6 +5,7 @@ in a step add up to the whole, so the loss and every metric are a sum of partial
 
     per sample   x  =  1/N  Σ_i  Σ_t m x / max(Σ_t m, 1)         weight  m / (max(Σ_t m, 1) N)
     per token    x  =  Σ_i Σ_t m x / Σ_i max(Σ_t m, 1)           weight  m / num_tokens
+    by a length  x  =  1/N  Σ_i  Σ_t m x / length                weight  m / (length N)
 
 with the mask m, and N and num_tokens of the whole step (``TrainStep.num_samples`` and ``.num_tokens``). A sample
 without any trained token adds 0 to the sum and still counts in the denominator, as 1 of N and as one token.
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Reduction", "per_sample", "per_token", "segment_mean", "segment_sum"]
+__all__ = ["Reduction", "by_length", "per_sample", "per_token", "segment_mean", "segment_sum"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Reduction:
     """The weights of the tokens of one micro-batch. Calling it gives this micro-batch's part of the reduced value."""
 
     weights_t: Tensor  # float32, 0 where the token is not trained
+    denominator: int  # N or num_tokens: what each weight has been divided by, besides what belongs to a sample
 
     def __call__(self, values_t: Tensor) -> Tensor:
         """``Σ_t w x``, a float32 scalar with gradient. What stands at masked tokens does not matter, even NaN."""
@@ -51,7 +53,7 @@ def per_sample(
     weights_t = mask_t.float()
     counts_n = segment_sum(weights_t, lengths_n) if trained_tokens_n is None else trained_tokens_n
     shares_n = 1.0 / (counts_n.clamp(min=1).float() * num_samples)
-    return Reduction(weights_t * shares_n.repeat_interleave(lengths_n, output_size=mask_t.numel()))
+    return Reduction(weights_t * shares_n.repeat_interleave(lengths_n, output_size=mask_t.numel()), num_samples)
 
 
 def per_token(mask_t: Tensor, *, num_tokens: int) -> Reduction:
@@ -61,7 +63,20 @@ def per_token(mask_t: Tensor, *, num_tokens: int) -> Reduction:
         mask_t: bool or 0/1 [t], the tokens that are trained.
         num_tokens: ``Σ_i max(Σ_t m, 1)`` of the whole step over all ranks.
     """
-    return Reduction(mask_t.float() / max(num_tokens, 1))
+    return Reduction(mask_t.float() / max(num_tokens, 1), max(num_tokens, 1))
+
+
+def by_length(mask_t: Tensor, *, num_samples: int, length: float) -> Reduction:
+    """Every sample's sum is divided by the same length, so that a long answer is not let off lightly (--use-dr-grpo).
+
+    Dr.GRPO, https://arxiv.org/abs/2503.20783, section 3.2.
+
+    Args:
+        mask_t: bool or 0/1 [t], the tokens that are trained.
+        num_samples: N of the whole step over all ranks.
+        length: tokens, the same in the whole run.
+    """
+    return Reduction(mask_t.float() / (length * num_samples), num_samples)
 
 
 def segment_sum(values_t: Tensor, lengths_n: Tensor) -> Tensor:

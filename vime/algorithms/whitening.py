@@ -30,17 +30,18 @@ def whiten(
             no token. The default is for a single rank.
 
     Returns:
-        Like ``advantages_t``. Masked tokens are moved and scaled too. Without any trained token the input comes back
-        unscaled.
+        Like ``advantages_t``. Masked tokens are moved and scaled too; what stands there does not matter, even NaN.
+        Without any trained token the input comes back unscaled.
     """
     values_t = advantages_t.double()
     weights_t = mask_t.double()
-    count, total = sum_over_ranks(torch.stack((weights_t.sum(), (weights_t * values_t).sum())))
+    trained_t = values_t.masked_fill(weights_t == 0, 0.0)
+    count, total = sum_over_ranks(torch.stack((weights_t.sum(), (weights_t * trained_t).sum())))
     if count == 0:
         sum_over_ranks(torch.zeros_like(total))
         return advantages_t
     deviations_t = values_t - total / count
-    squares = sum_over_ranks((weights_t * deviations_t.square()).sum())
+    squares = sum_over_ranks((weights_t * (trained_t - total / count).square()).sum())
     variance = squares / (count - 1).clamp(min=1)
     whitened_t: Tensor = deviations_t * (variance + VARIANCE_EPSILON).rsqrt()
     return whitened_t.to(advantages_t.dtype)

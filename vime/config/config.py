@@ -95,6 +95,7 @@ class Config:
     batch: sections.Batch
     algorithm: sections.Algorithm
     critic: sections.Critic
+    off_policy: sections.OffPolicy
     optimizer: sections.Optimizer
     parallel: sections.Parallel
     reward: sections.Reward

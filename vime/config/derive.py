@@ -75,7 +75,11 @@ DERIVATIONS: dict[str, Callable[[Values], Derived]] = {
     "global_batch_size": _global_batch_size,
     "log_probs_max_tokens_per_gpu": _like("max_tokens_per_gpu"),
     "eps_clip_high": _like("eps_clip"),
-    "disable_grpo_std_normalization": lambda v: (v["n_samples_per_prompt"] == 1, "n-samples-per-prompt"),
+    "disable_grpo_std_normalization": lambda v: (
+        v["n_samples_per_prompt"] == 1 or v["use_dr_grpo"],
+        "n-samples-per-prompt and use-dr-grpo",
+    ),
+    "dr_grpo_divisor": _like("rollout_max_response_len"),
     "offload_train": lambda v: (v["colocate"] or v["offload"], "colocate and offload"),
     "offload_rollout": lambda v: (v["colocate"] or v["offload"], "colocate and offload"),
     "expert_tensor_parallel_size": _like("tensor_model_parallel_size"),

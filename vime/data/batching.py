@@ -226,8 +226,8 @@ def _train_batch(rollout_id: int, steps: list[list[TrainSample]], shares: list[l
         steps=tuple(
             TrainStep(
                 micro_batches=tuple(tuple(position[sample.index] for sample in micro) for micro in share),
-                num_samples=len(step),
-                num_tokens=sum(max(sample.trained_tokens, 1) for sample in step),
+                num_samples=max(sum(sample.counts for sample in step), 1),
+                num_tokens=max(sum(max(sample.trained_tokens, 1) for sample in step if sample.counts), 1),
             )
             for step, share in zip(steps, shares, strict=True)
         ),

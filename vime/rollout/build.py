@@ -10,6 +10,7 @@ from typing import Any
 
 from vime.config import Args, Config
 from vime.config.eval_datasets import EvalDataset, eval_datasets
+from vime.config.flags import option
 from vime.config.kinds import human_int
 from vime.data.chat import PromptEncoder
 from vime.data.jsonl import Keys
@@ -25,7 +26,7 @@ from vime.ports import DataSource, Generator, GraderPool, Recorder
 from vime.rewards import registry
 from vime.rewards.hub import RewardHub
 from vime.rewards.pool import GraderProcessPool
-from vime.rollout.conversion import PostProcess
+from vime.rollout.conversion import Convert, PostProcess, to_rollout_batch
 from vime.rollout.evaluation import EvalSet, Evaluated, eval_metrics
 from vime.rollout.generate import SingleTurn
 from vime.rollout.hooks import (
@@ -37,6 +38,7 @@ from vime.rollout.hooks import (
     sample_filter,
 )
 from vime.rollout.manager import Collected, EvalMetrics, Generate, Rewarder, RolloutManager, RolloutMetrics, Runner
+from vime.rollout.shaping import shape_rewards
 from vime.types import Group, Sample, SamplingParams, WeightVersion
 
 
@@ -182,6 +184,7 @@ def make_manager(
         batch_size=config.rollout.rollout_batch_size,
         sampling=sampling_params(config),
         post_process=_post_process(config, hooks, args),
+        convert=_convert(config),
         metrics=_rollout_metrics(config, hooks, args, version),
         recorder=recorder,
         eval_sets=[_eval_set(config, dataset, source) for dataset, source in prompts.eval_sources],
@@ -278,13 +281,14 @@ def _post_process(config: Config, hooks: Hooks, args: Args) -> PostProcess:
     custom = hooks.get(contracts.CUSTOM_REWARD_POST_PROCESS)
     if custom is not None:
         return custom_post_process(custom, args)
-    algorithm, key = config.algorithm, config.reward.reward_key
+    return shape_rewards(config)
 
-    def post_process(samples: list[Sample]) -> tuple[list[float], list[float]]:
-        raw = [sample.score(key) for sample in samples]
-        if algorithm.disable_rewards_normalization:
-            return raw, raw
-        groups = [sample.group_index for sample in samples]
-        return raw, algorithm.estimator.normalize_rewards(raw, groups, std=not algorithm.disable_grpo_std_normalization)
 
-    return post_process
+def _convert(config: Config) -> Convert:
+    off_policy = config.off_policy
+    needing = [name for name in ("use_tis", "use_rollout_logprobs") if getattr(off_policy, name)]
+    return functools.partial(
+        to_rollout_batch,
+        needs_log_probs=option(needing[0]) if needing else None,
+        exclude_zero_signal=config.algorithm.exclude_zero_signal_groups,
+    )

@@ -4,35 +4,93 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from vime.algorithms.rewards import has_signal
 from vime.errors import UserError
 from vime.types import GradeStatus, Group, InvalidSample, RolloutBatch, Sample, Status, TrainSample
 
 PostProcess = Callable[[list[Sample]], tuple[Sequence[float], Sequence[float]]]
 """Samples → (raw rewards, rewards to train on), equally long."""
 
+Convert = Callable[[int, Sequence[Group], PostProcess], RolloutBatch]
+"""rollout_id, closed groups, post-processing → the batch; ``to_rollout_batch`` with its options."""
 
-def to_rollout_batch(rollout_id: int, groups: Sequence[Group], post_process: PostProcess) -> RolloutBatch:
+logger = logging.getLogger(__name__)
+
+
+def to_rollout_batch(
+    rollout_id: int,
+    groups: Sequence[Group],
+    post_process: PostProcess,
+    *,
+    needs_log_probs: str | None = None,
+    exclude_zero_signal: bool = False,
+) -> RolloutBatch:
     """Validates and freezes the samples of one rollout, ordered by index.
 
     A sample whose grader failed has no reward: it takes no part in its group's baseline and its mask is zero, but it
-    keeps its place in the batch and so in the denominator. The same holds for a sample that failed or was aborted, and
-    for one with an empty response. Log-probs of the engine are kept only where every sample has them.
+    keeps its place in the batch and so in the denominator. The same holds for a sample that failed or was aborted, for
+    one with an empty response, and for one whose processed reward is not a finite number, which is named and counted.
+    Log-probs of the engine are kept only where every sample has them.
+
+    Args:
+        needs_log_probs: the flag that cannot do without log-probs of the engine.
+        exclude_zero_signal: whether groups whose processed rewards are all equal count in no denominator.
 
     Raises:
         UserError: not one sample has a reward.
-        InvalidSample: a sample breaks a rule that training relies on.
+        InvalidSample: a sample breaks a rule that training relies on, or has no log-probs where they are needed.
     """
     samples = sorted(itertools.chain.from_iterable(groups), key=_order)
     graded = [sample for sample in samples if is_graded(sample)]
     if not graded:
         raise UserError(f"rollout {rollout_id}: no sample has a reward; the first: {_why_ungraded(samples)}")
-    rewards = dict(zip(map(_order, graded), zip(*_checked(post_process, graded), strict=True), strict=True))
+    processed = dict(zip(map(_order, graded), zip(*_checked(post_process, graded), strict=True), strict=True))
+    rewards = {index: pair for index, pair in processed.items() if all(map(math.isfinite, pair))}
+    _warn_of(sample for sample in graded if _order(sample) not in rewards)
     frozen = [_freeze(sample, rewards.get(_order(sample))) for sample in samples]
+    if exclude_zero_signal:
+        frozen = _without_zero_signal(frozen, rewards)
     if any(sample.rollout_log_probs is None for sample in frozen):
+        if needs_log_probs is not None:
+            raise _no_log_probs(samples, needs_log_probs)
         frozen = [dataclasses.replace(sample, rollout_log_probs=None) for sample in frozen]
-    return RolloutBatch(rollout_id=rollout_id, samples=tuple(frozen))
+    dropped = float(len(processed) - len(rewards))
+    return RolloutBatch(rollout_id=rollout_id, samples=tuple(frozen), metrics={"rollout/nonfinite_rewards": dropped})
+
+
+def _warn_of(samples: Iterable[Sample]) -> None:
+    for sample in samples:
+        logger.warning("%s: its processed reward is not a finite number; it is not trained on", sample.name)
+
+
+def _without_zero_signal(
+    samples: Sequence[TrainSample], rewards: Mapping[int, tuple[float, float]]
+) -> list[TrainSample]:
+    """The samples of groups without a signal count nowhere; only graded ones say whether there is one."""
+    by_group: defaultdict[int, list[float]] = defaultdict(list)
+    for sample in samples:
+        if sample.index in rewards:
+            by_group[sample.group_index].append(sample.reward)
+    signal = {group for group, processed in by_group.items() if has_signal(processed)}
+    return [
+        sample
+        if sample.group_index in signal
+        else dataclasses.replace(sample, loss_mask=(0,) * sample.response_length, counts=False)
+        for sample in samples
+    ]
+
+
+def _no_log_probs(samples: Sequence[Sample], flag: str) -> InvalidSample:
+    first = next(sample for sample in samples if sample.rollout_log_probs is None)
+    return InvalidSample(
+        f"{first.name}: it has no rollout_log_probs, and {flag} needs them of every sample; the generate function must "
+        "keep those of the engine"
+    )
 
 
 def is_graded(sample: Sample) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from vime.ports import DataSource, Recorder
-from vime.rollout.conversion import PostProcess, to_rollout_batch
+from vime.rollout.conversion import Convert, PostProcess, to_rollout_batch
 from vime.rollout.evaluation import EvalSet, Evaluate, Evaluated, eval_metrics
 from vime.rollout.sampling import SamplingLoop
 from vime.rollout.tasks import together
@@ -99,6 +99,7 @@ class RolloutManager:
         batch_size: int,
         sampling: SamplingParams,
         post_process: PostProcess,
+        convert: Convert = to_rollout_batch,
         metrics: RolloutMetrics,
         recorder: Recorder,
         eval_sets: Sequence[EvalSet] = (),
@@ -112,6 +113,7 @@ class RolloutManager:
         self._batch_size = batch_size
         self._sampling = sampling
         self._post_process = post_process
+        self._convert = convert
         self._metrics = metrics
         self._recorder = recorder
         self._eval_sets = eval_sets
@@ -130,7 +132,8 @@ class RolloutManager:
         if self._sample_filter is not None:
             self._sample_filter(groups)
         self._recorder.samples(rollout_id, [sample for group in groups for sample in group])
-        return replace(to_rollout_batch(rollout_id, groups, self._post_process), metrics=metrics)
+        batch = self._convert(rollout_id, groups, self._post_process)
+        return replace(batch, metrics=metrics | batch.metrics)
 
     async def _sample(self, rollout_id: int) -> Collected:
         loop = SamplingLoop(self._source, lambda group: self._runner.run(group, rollout_id, self._sampling))

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from vime.algorithms import reduce
 from vime.algorithms.advantages import AdvantageEstimator, PolicyTokens
+from vime.algorithms.corrections import ImportanceSampling, importance_weights, off_policy_sequences
 from vime.algorithms.kl import kl
 from vime.algorithms.policy_loss import ClipRange
+from vime.algorithms.ratio import log_ratio
 from vime.config import Config
 from vime.training.logprobs import TokenLogProbs
 from vime.training.model import answer_of, run
 from vime.training.packing import MicroBatch
 
-__all__ = ["Given", "LossSettings", "Partial", "PolicyObjective", "policy_objective"]
+__all__ = ["Given", "LossSettings", "Partial", "PolicyObjective", "not_finite", "policy_objective"]
 
 ABS_DIFF = "train/train_rollout_logprob_abs_diff"
 
@@ -34,19 +36,37 @@ class LossSettings:
     clip: ClipRange
     kl_kind: str
     kl_coef: float  # of the KL term in the loss; 0 reports it only
+    unbiased_kl: bool  # weigh each token's KL by π / π_old
     entropy_coef: float
     per_token: bool  # weigh tokens alike, not samples
+    dr_grpo_divisor: float | None  # what the policy loss of a sample is divided by; None: as all else, by its tokens
+    importance: ImportanceSampling  # how the weights of the engine's tokens are made, which are always reported
+    weighted: bool  # whether they weigh the loss
+    opsm_delta: float | None  # None: no sample is left out for having been moved away from
+    rollout_is_old: bool  # the old log-probs are those of the engine
 
     @classmethod
     def of(cls, config: Config) -> LossSettings:
-        algorithm = config.algorithm
+        algorithm, off_policy = config.algorithm, config.off_policy
         return cls(
             estimator=algorithm.estimator,
             clip=ClipRange(low=algorithm.eps_clip, high=algorithm.eps_clip_high, dual=algorithm.eps_clip_c),
             kl_kind=algorithm.kl_loss_type,
             kl_coef=algorithm.kl_loss_coef,
+            unbiased_kl=algorithm.use_unbiased_kl,
             entropy_coef=algorithm.entropy_coef,
             per_token=config.batch.calculate_per_token_loss,
+            dr_grpo_divisor=algorithm.dr_grpo_divisor if algorithm.use_dr_grpo else None,
+            importance=ImportanceSampling(
+                level=off_policy.tis_level,
+                mode=off_policy.tis_mode,
+                low=off_policy.tis_clip_low,
+                high=off_policy.tis_clip,
+                veto=off_policy.tis_veto,
+            ),
+            weighted=off_policy.use_tis,
+            opsm_delta=off_policy.opsm_delta if off_policy.use_opsm else None,
+            rollout_is_old=off_policy.use_rollout_logprobs,
         )
 
 
@@ -57,6 +77,7 @@ class Given:
     advantages_t: Tensor
     old_log_probs_t: Tensor | None = None  # None: the policy has not moved, so they are the current ones
     ref_log_probs_t: Tensor | None = None  # None: there is no KL term
+    dropped: int = 0  # samples whose advantages were not finite, and which have no trained token for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +86,7 @@ class Partial:
 
     sums: dict[str, Tensor]  # to be added up
     maxima: dict[str, Tensor]
+    suspects_n: Tensor | None = None  # bool, the samples whose loss is not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,43 +111,119 @@ def policy_objective(
     answer: TokenLogProbs, batch: MicroBatch, given: Given, mean: reduce.Reduction, settings: LossSettings
 ) -> tuple[Tensor, Partial]:
     """This micro-batch's part of ``mean(L) - entropy_coef mean(H) + kl_coef mean(KL)``, and of the metrics."""
-    log_probs = answer.log_probs_t
-    old = log_probs.detach() if given.old_log_probs_t is None else given.old_log_probs_t
-    tokens = PolicyTokens(
-        log_probs_t=log_probs,
-        old_log_probs_t=old,
-        advantages_t=given.advantages_t,
-        mask_t=batch.mask_t,
-        lengths_n=batch.lengths_n,
-    )
-    surrogate = settings.estimator.policy_loss(tokens, settings.clip)
-    pg_loss, entropy = mean(surrogate.loss_t), mean(answer.entropy_t)
-    loss = pg_loss - settings.entropy_coef * entropy if settings.entropy_coef else pg_loss
-    sums = {
-        "train/pg_loss": pg_loss,
-        "train/entropy_loss": entropy,
-        "train/pg_clipfrac": mean(surrogate.clipped_t),
-        "train/ppo_kl": mean(old - log_probs),
-        "train/log_ratio_clamped": mean(surrogate.clamped_t),
-        "rollout/log_probs": mean(old),
-        "rollout/advantages": mean(given.advantages_t),
-    }
+    terms = _Terms(answer, batch, given, settings)
+    policy, entropy = terms.policy(), answer.entropy_t
+    pg_loss, entropy_loss, every = _policy_mean(batch, mean, settings)(policy), mean(entropy), policy + entropy
+    loss = pg_loss - settings.entropy_coef * entropy_loss if settings.entropy_coef else pg_loss
+    sums = {"train/pg_loss": pg_loss, "train/entropy_loss": entropy_loss}
     if given.ref_log_probs_t is not None:
-        kl_loss = mean(kl(log_probs, given.ref_log_probs_t, settings.kl_kind).values_t)
-        loss = loss + settings.kl_coef * kl_loss if settings.kl_coef else loss
-        sums |= {"train/kl_loss": kl_loss, "rollout/ref_log_probs": mean(given.ref_log_probs_t)}
-    maxima = _compare_with_rollout(old, batch, mean, sums)
+        divergence = terms.kl(given.ref_log_probs_t)
+        sums["train/kl_loss"], every = mean(divergence), every + divergence
+        loss = loss + settings.kl_coef * sums["train/kl_loss"] if settings.kl_coef else loss
     sums["train/loss"] = loss
-    return loss, Partial({name: value.detach() for name, value in sums.items()}, maxima)
+    sums |= {name: mean(values_t) for name, values_t in terms.watched().items()}
+    sums["train/nonfinite_samples"] = torch.tensor(float(given.dropped), device=loss.device)
+    sums = {name: value.detach() for name, value in sums.items()}
+    return loss, Partial(sums, terms.maxima, not_finite(every.detach(), batch))
 
 
-def _compare_with_rollout(
-    old: Tensor, batch: MicroBatch, mean: reduce.Reduction, sums: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """How far the engine's log-probs are from those of the trainer with the weights that it sampled from."""
-    if batch.rollout_log_probs_t is None:
-        return {}
-    difference = (old.detach() - batch.rollout_log_probs_t).abs()
-    sums[ABS_DIFF] = mean(difference)
-    sums["rollout/rollout_log_probs"] = mean(batch.rollout_log_probs_t)
-    return {f"{ABS_DIFF}_max": torch.where(batch.mask_t, difference, 0.0).amax()}
+def not_finite(values_t: Tensor, batch: MicroBatch) -> Tensor:
+    """The samples that have a trained token at which the value is not finite, bool [N]."""
+    return reduce.segment_sum((~values_t.isfinite() & batch.mask_t).long(), batch.lengths_n) > 0
+
+
+def _policy_mean(batch: MicroBatch, mean: reduce.Reduction, settings: LossSettings) -> reduce.Reduction:
+    """Of the policy loss alone; entropy, KL and metrics keep theirs."""
+    if settings.dr_grpo_divisor is None:
+        return mean
+    return reduce.by_length(batch.mask_t, num_samples=mean.denominator, length=settings.dr_grpo_divisor)
+
+
+class _Terms:
+    """The terms of the loss of each token, and on the way what is worth watching of them, float or bool [T]."""
+
+    def __init__(self, answer: TokenLogProbs, batch: MicroBatch, given: Given, settings: LossSettings) -> None:
+        self._batch, self._settings = batch, settings
+        self._log_probs, self._current = answer.log_probs_t, answer.log_probs_t.detach()
+        self._old = self._current if given.old_log_probs_t is None else given.old_log_probs_t
+        self._advantages = given.advantages_t
+        self._clamped = torch.zeros_like(batch.mask_t)
+        self._watched: dict[str, Tensor] = {}
+        self.maxima: dict[str, Tensor] = {}
+
+    def policy(self) -> Tensor:
+        """The policy loss, corrected."""
+        batch, settings = self._batch, self._settings
+        tokens = PolicyTokens(
+            log_probs_t=self._log_probs,
+            old_log_probs_t=self._old,
+            advantages_t=self._advantages,
+            mask_t=batch.mask_t,
+            lengths_n=batch.lengths_n,
+        )
+        surrogate = settings.estimator.policy_loss(tokens, settings.clip)
+        self._clamped |= surrogate.clamped_t
+        self._watched |= {
+            "train/pg_clipfrac": surrogate.clipped_t,
+            "train/ppo_kl": self._old - self._current,
+            "train/ois": log_ratio(self._current, self._old).values_t.exp(),
+            "rollout/log_probs": self._old,
+            "rollout/advantages": self._advantages,
+        }
+        return self._without_off_policy_samples(self._weighted(surrogate.loss_t))
+
+    def kl(self, ref_log_probs: Tensor) -> Tensor:
+        """The divergence from the reference."""
+        old = self._old if self._settings.unbiased_kl else None
+        estimate = kl(self._log_probs, ref_log_probs, self._settings.kl_kind, old_log_probs_t=old)
+        self._clamped |= estimate.clamped_t
+        self._watched["rollout/ref_log_probs"] = ref_log_probs
+        return estimate.values_t
+
+    def watched(self) -> dict[str, Tensor]:
+        """By the name of the metric."""
+        return {**self._watched, "train/log_ratio_clamped": self._clamped}
+
+    def _weighted(self, loss: Tensor) -> Tensor:
+        """The loss times the importance weights; how trainer and engine differ is watched in any case.
+
+        Where the engine's log-probs count as the old ones, it is the present policy that they are compared with.
+        """
+        batch, settings = self._batch, self._settings
+        if batch.rollout_log_probs_t is None:
+            return loss
+        trainer = self._current if settings.rollout_is_old else self._old
+        correction = importance_weights(
+            trainer, batch.rollout_log_probs_t, batch.mask_t, batch.lengths_n, settings.importance
+        )
+        difference, ratio = trainer - batch.rollout_log_probs_t, log_ratio(trainer, batch.rollout_log_probs_t)
+        self._watched |= {
+            "rollout/rollout_log_probs": batch.rollout_log_probs_t,
+            ABS_DIFF: difference.abs(),
+            "train/mismatch_kl": -difference,
+            "train/mismatch_k3_kl": torch.expm1(ratio.values_t) - ratio.values_t,
+            "train/tis": correction.weights_t,
+            "train/tis_abs": (correction.ratios_t - 1).abs(),
+            "train/tis_clipfrac": correction.bounded_t,
+            "train/tis_vetofrac": correction.vetoed_t,
+        }
+        self.maxima[f"{ABS_DIFF}_max"] = torch.where(batch.mask_t, difference.abs(), 0.0).amax()
+        if not settings.weighted:
+            return loss
+        self._clamped |= correction.clamped_t
+        return loss * correction.weights_t
+
+    def _without_off_policy_samples(self, loss: Tensor) -> Tensor:
+        if self._settings.opsm_delta is None:
+            return loss
+        batch = self._batch
+        left_out = off_policy_sequences(
+            self._current,
+            self._old,
+            self._advantages,
+            batch.mask_t,
+            batch.lengths_n,
+            delta=self._settings.opsm_delta,
+        )
+        self._watched["train/opsm_maskfrac"] = left_out
+        return loss.masked_fill(left_out, 0.0)

@@ -31,7 +31,7 @@ from vime.training.records import StartInfo
 from vime.training.step import Learner, Objective, gather_parameters
 from vime.types import Role, TrainBatch, TrainResult, TrainStep
 
-__all__ = ["Clock", "ModelWorker", "sum_over_data_parallel"]
+__all__ = ["Clock", "ModelWorker", "max_over_ranks", "sum_over_data_parallel"]
 
 G = TypeVar("G")
 
@@ -126,7 +126,7 @@ class ModelWorker(ABC, Generic[G]):
         self, rollout_id: int, number: int, work: Sequence[tuple[MicroBatch, G]], step: TrainStep
     ) -> dict[str, float]:
         self._hooks.before_step(rollout_id, number, self.chunks, self.optimizer, self.scheduler)
-        return self._learner.step(work, step)
+        return self._learner.step(work, step, name=f"step {number} of rollout {rollout_id}")
 
     def offload(self, part: Part) -> None:
         """Frees the device memory of that part of the state until ``onload``."""
@@ -231,6 +231,13 @@ def sum_over_data_parallel(values: Tensor) -> Tensor:
     total = values.to(current().device(), copy=True)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return total
+
+
+def max_over_ranks(value: Tensor) -> Tensor:
+    """Of all ranks of the model."""
+    largest = value.to(current().device(), copy=True)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest
 
 
 class Clock:

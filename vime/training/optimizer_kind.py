@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 
 from vime.errors import UserError
 
-__all__ = ["allocate_moments", "check_kind", "is_distributed", "optimizers_of"]
+__all__ = ["allocate_moments", "check_kind", "forget_moments", "is_distributed", "optimizers_of"]
 
 
 def optimizers_of(optimizer: Any) -> list[Any]:
@@ -20,6 +21,18 @@ def allocate_moments(optimizer: Any) -> None:
     """Moments of zero, where no step has made them yet."""
     for each in optimizers_of(optimizer):
         each.init_state_fn(each.optimizer, each.config)
+
+
+def forget_moments(optimizer: Any) -> None:
+    """Moments and step counts as before the first step; main weights stay (--reset-optimizer-states)."""
+    for each in optimizers_of(optimizer):
+        for group in each.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = 0
+        for state in each.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and name != "master_param":
+                    value.zero_()
 
 
 def is_distributed(optimizer: Any) -> bool:

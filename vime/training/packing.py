@@ -23,7 +23,7 @@ from torch import Tensor
 from vime.training.layers.context import ContextPart
 from vime.training.layers.rope import Rope
 from vime.training.layers.segments import Segments, Tree
-from vime.types import InvalidSample, TrainSample
+from vime.types import InvalidSample, TrainSample, WeightVersion
 
 __all__ = ["MicroBatch", "PackedScores", "Packer"]
 
@@ -42,6 +42,8 @@ class MicroBatch:
     lengths_n: Tensor  # int64, response tokens of each sample; they sum to t
     rewards_n: Tensor  # float32, what training uses
     rollout_log_probs_t: Tensor | None  # float32, of the engine; None when a sample has none
+    indices: tuple[int, ...]  # of the samples
+    newest_version: WeightVersion | None  # of the weights that sampled a token; None where nobody knows
     scores: PackedScores
 
 
@@ -96,6 +98,8 @@ class Packer:
                 log_probs_t=self._optional([sample.scores.log_probs for sample in samples]),
                 ref_log_probs_t=self._optional([sample.scores.ref_log_probs for sample in samples]),
             ),
+            indices=tuple(sample.index for sample in samples),
+            newest_version=max((version for s in samples for version in s.weight_versions), default=None),
         )
 
     def _sharing(self, samples: Sequence[TrainSample]) -> Iterator[list[int]]:

@@ -55,11 +55,11 @@ class Learner(Generic[G]):
     objective: Objective[G]
     prefix: str = "train/"  # of the names of its metrics
 
-    def step(self, work: Sequence[tuple[MicroBatch, G]], step: TrainStep) -> dict[str, float]:
+    def step(self, work: Sequence[tuple[MicroBatch, G]], step: TrainStep, *, name: str = "a step") -> dict[str, float]:
         """One update from this rank's micro-batches; every rank returns the metrics of the whole step.
 
         A loss or gradient that is not finite leaves weights, moments and learning rate as they were, and is counted in
-        ``skipped_steps``.
+        ``skipped_steps``; a warning names the step and the samples of this rank whose loss it was.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -71,7 +71,8 @@ class Learner(Generic[G]):
         if updated:
             self.scheduler.step(increment=1)
         else:
-            logger.warning("step skipped: loss %s, gradient norm %s", metrics.get(f"{self.prefix}loss"), norm)
+            loss, suspects = metrics.get(f"{self.prefix}loss"), _suspects(work, parts)
+            logger.warning("%s skipped: loss %s, gradient norm %s%s", name, loss, norm, suspects)
         return metrics | {
             f"{self.prefix}grad_norm": norm,
             f"{self.prefix}lr": learning_rate,
@@ -98,6 +99,18 @@ class Learner(Generic[G]):
             return self.objective.forward(chunk, batch), loss
 
         return forward
+
+
+def _suspects(work: Sequence[tuple[MicroBatch, Any]], parts: Sequence[Partial]) -> str:
+    """The samples whose loss is not finite, for a message; parts are there on the last pipeline stage."""
+    indices = [
+        index
+        for (batch, _), part in zip(work, parts, strict=False)
+        if part.suspects_n is not None
+        for index, suspect in zip(batch.indices, part.suspects_n.tolist(), strict=True)
+        if suspect
+    ]
+    return f"; not finite: the loss of sample {', '.join(map(str, indices))}" if indices else ""
 
 
 def make_reduction(batch: MicroBatch, step: TrainStep, *, per_token: bool) -> reduce.Reduction:

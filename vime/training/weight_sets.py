@@ -1,4 +1,4 @@
-"""Named sets of weights for one model: the reference next to the actor."""
+"""Named sets of weights for one model: the reference next to the actor, and actors of before."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ class WeightSets:
     def keep(self, name: str) -> None:
         """Copies the present weights under that name."""
         self._sets[name] = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
+
+    def drop(self, name: str) -> None:
+        """Frees that set."""
+        del self._sets[name]
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:

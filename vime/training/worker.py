@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,28 +16,33 @@ from vime.algorithms import whitening
 from vime.checkpoints import ResumePoint
 from vime.config import Config
 from vime.training.build import build_chunks, precision_fields
-from vime.training.checkpoint import load_weights
+from vime.training.checkpoint import load_weights, save_megatron
 from vime.training.estimates import advantages_of
 from vime.training.forward import is_last_stage, log_probs_of
-from vime.training.loss import Given, LossSettings, PolicyObjective
+from vime.training.loss import Given, LossSettings, PolicyObjective, not_finite
 from vime.training.model_worker import (
     Clock,
     ModelWorker,
     is_hf_folder,
+    max_over_ranks,
     resume_point,
     some_checkpoint,
     sum_over_data_parallel,
 )
+from vime.training.optimizer_kind import forget_moments
 from vime.training.packing import MicroBatch
 from vime.training.records import Export
 from vime.training.replay import recorded
+from vime.training.sampled_weights import SampledWeights
 from vime.training.weight_sets import WeightSets
 from vime.training.weights_io import drain, hf_plan, hf_weights, load_hf_weights, save_hf
-from vime.types import TokenScores, TrainBatch, TrainSample, TrainStep
+from vime.types import TokenScores, TrainBatch, TrainResult, TrainSample, TrainStep
 from vime.weights.plan import WeightPlan
 from vime.weights.shm import SharedBuffer
 
 __all__ = ["TrainWorker"]
+
+logger = logging.getLogger(__name__)
 
 REFERENCE = "ref"
 
@@ -54,8 +60,29 @@ class TrainWorker(ModelWorker[Given]):
         super().__init__(config, rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port)
         self._buffer: SharedBuffer | None = None
 
+    def train(self, batch: TrainBatch) -> TrainResult:
+        result = super().train(batch)
+        interval = self.config.algorithm.ref_update_interval
+        if interval is not None and (batch.rollout_id + 1) % interval == 0:
+            self._weight_sets.keep(REFERENCE)
+        if self.config.algorithm.reset_optimizer_states:
+            forget_moments(self.optimizer)
+        return result
+
+    def save(self, directory: Path | str) -> None:
+        """With a reference that changes in the run, that too."""
+        super().save(directory)
+        if self.config.algorithm.ref_update_interval is not None:
+            place = Path(directory) / REFERENCE
+            place.mkdir(exist_ok=True)
+            dist.barrier()
+            with self._weight_sets.use(REFERENCE):
+                save_megatron(place, self.chunks, ckpt_format=self.config.checkpoint.ckpt_format)
+
     def export_weights(self) -> Export | None:
         """Writes the weights, under their HF names, where engines on this machine can map them; None beside rank 0."""
+        if self._sampled is not None:
+            self._sampled.exported()
         dtype = precision_fields(self.config)["params_dtype"]
         weights = hf_weights(self.chunks, self.shape)
         if dist.get_rank() != 0:
@@ -78,7 +105,8 @@ class TrainWorker(ModelWorker[Given]):
         packs = [pack for step in self._packs(batch) for pack in step]
         with self._weight_sets.use(REFERENCE):
             of_reference = self._by_sample(batch, self._log_probs(packs, "ref_"))
-        own = self._by_sample(batch, self._log_probs(packs, ""))
+        with self._sampling_actor(packs):
+            own = self._by_sample(batch, self._log_probs(packs, ""))
         return {index: TokenScores(log_probs=own[index], ref_log_probs=of_reference[index]) for index in own}
 
     def save_hf(self, directory: Path | str) -> None:
@@ -95,6 +123,7 @@ class TrainWorker(ModelWorker[Given]):
     def _build(self) -> list[Any]:
         chunks = build_chunks(self.shape, self.config, provide=self._hooks.provide)
         self._weight_sets = WeightSets(chunks)
+        self._sampled: SampledWeights | None = None
         return chunks
 
     def _objective(self) -> PolicyObjective:
@@ -107,8 +136,15 @@ class TrainWorker(ModelWorker[Given]):
         """Weights of reference and actor."""
         checkpoint = self.config.checkpoint
         start = checkpoint.ref_load or checkpoint.hf_checkpoint
+        if self.config.off_policy.keep_old_actor:
+            first = 1 if resume is None else int((resume.state or {}).get("weight_version", 1))
+            self._sampled = SampledWeights(self._weight_sets, first - 1)
         if self.config.algorithm.needs_reference or resume is None:
-            self._load_weights(start, checkpoint.ref_ckpt_step)
+            changed = None if resume is None else resume.directory / REFERENCE
+            if changed is not None and changed.is_dir():
+                load_weights(changed, self.chunks)
+            else:
+                self._load_weights(start, checkpoint.ref_ckpt_step)
         if self.config.algorithm.needs_reference:
             self._weight_sets.keep(REFERENCE)
         if resume is None and checkpoint.load and is_hf_folder(checkpoint.load):
@@ -135,9 +171,13 @@ class TrainWorker(ModelWorker[Given]):
         old, ref = self._policies(packs, clock)
         if not is_last_stage():
             return [Given(advantages_t=pack.rewards_n) for pack in packs]  # nobody reads them
+        found = self._advantages(packs, old, ref)
+        dropped = [drop_not_finite(advantages_t, pack) for advantages_t, pack in zip(found, packs, strict=True)]
+        if self.config.algorithm.normalize_advantages:
+            found = _whitened(found, packs)
         return [
-            Given(advantages_t=advantage, old_log_probs_t=old_log_probs, ref_log_probs_t=ref_log_probs)
-            for advantage, old_log_probs, ref_log_probs in zip(self._advantages(packs, old, ref), old, ref, strict=True)
+            Given(advantages_t=advantages, old_log_probs_t=old_log_probs, ref_log_probs_t=ref_log_probs, dropped=count)
+            for advantages, old_log_probs, ref_log_probs, count in zip(found, old, ref, dropped, strict=True)
         ]
 
     def _policies(self, packs: Sequence[MicroBatch], clock: Clock) -> tuple[LogProbs, LogProbs]:
@@ -150,16 +190,24 @@ class TrainWorker(ModelWorker[Given]):
         scored = all(pack.scores.log_probs_t is not None for pack in packs)
         ref: LogProbs = [pack.scores.ref_log_probs_t for pack in packs]
         old: LogProbs = [pack.scores.log_probs_t for pack in packs]
-        algorithm = self.config.algorithm
+        algorithm, off_policy = self.config.algorithm, self.config.off_policy
         if REFERENCE in self._weight_sets and not scored:
             with clock.phase("ref_log_probs"), self._weight_sets.use(REFERENCE):
                 ref = self._log_probs(packs, "ref_")
-        replayed = algorithm.use_routing_replay
-        wanted = self.config.batch.num_steps_per_rollout > 1 or algorithm.kl_coef or self._hooks.want_log_probs
+        replayed, engine = algorithm.use_routing_replay, off_policy.use_rollout_logprobs
+        moves = self.config.batch.num_steps_per_rollout > 1 or algorithm.kl_coef or off_policy.keep_old_actor
+        wanted = (moves and not engine) or self._hooks.want_log_probs
         if replayed or (wanted and not scored):
-            with clock.phase("log_probs"), recorded(packs) if replayed else nullcontext():
+            with clock.phase("log_probs"), self._sampling_actor(packs), recorded(packs) if replayed else nullcontext():
                 old = self._log_probs(packs, "")
-        return old, ref
+        return [pack.rollout_log_probs_t for pack in packs] if engine else old, ref
+
+    def _sampling_actor(self, packs: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        """The weights that these samples come from, where they are kept."""
+        if self._sampled is None:
+            return nullcontext()
+        newest = torch.tensor(max((pack.newest_version or 0 for pack in packs), default=0))
+        return self._sampled.use(int(max_over_ranks(newest)) or None)
 
     def _reviewed(
         self, batch: TrainBatch, packs: Sequence[MicroBatch], given: Sequence[Given]
@@ -179,15 +227,31 @@ class TrainWorker(ModelWorker[Given]):
 
     def _advantages(self, packs: Sequence[MicroBatch], old: LogProbs, ref: LogProbs) -> list[Tensor]:
         algorithm = self.config.algorithm
-        found = [
+        return [
             advantages_of(pack, algorithm, log_probs_t=old_log_probs, ref_log_probs_t=ref_log_probs)
             for pack, old_log_probs, ref_log_probs in zip(packs, old, ref, strict=True)
         ]
-        if not algorithm.normalize_advantages:
-            return found
-        masks = torch.cat([pack.mask_t for pack in packs])
-        whitened = whitening.whiten(torch.cat(found), masks, sum_over_ranks=sum_over_data_parallel)
-        return list(torch.split(whitened, [len(advantage) for advantage in found]))
+
+
+def drop_not_finite(advantages_t: Tensor, pack: MicroBatch) -> int:
+    """Takes samples that have an advantage which is not finite out of training, in place; returns how many.
+
+    They keep their place in the denominators.
+    """
+    bad_n = not_finite(advantages_t, pack)
+    names = [index for index, bad in zip(pack.indices, bad_n.tolist(), strict=True) if bad]
+    if names:
+        logger.warning("sample %s: an advantage is not finite; not trained on", ", ".join(map(str, names)))
+        bad_t = bad_n.repeat_interleave(pack.lengths_n, output_size=len(advantages_t))
+        advantages_t.masked_fill_(bad_t, 0.0)
+        pack.mask_t.masked_fill_(bad_t, False)
+    return len(names)
+
+
+def _whitened(found: Sequence[Tensor], packs: Sequence[MicroBatch]) -> list[Tensor]:
+    masks = torch.cat([pack.mask_t for pack in packs])
+    whitened = whitening.whiten(torch.cat(list(found)), masks, sum_over_ranks=sum_over_data_parallel)
+    return list(torch.split(whitened, [len(advantage) for advantage in found]))
 
 
 def _as_sample(token_ids: Sequence[int], prompt_length: int) -> TrainSample:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from vime.algorithms import advantages
 from vime.config.config import Config
-from vime.config.rules.base import Violation
+from vime.config.rules.base import Violation, known, option
 
 
 def one_kl(config: Config) -> Iterator[Violation]:
@@ -39,4 +39,102 @@ def whitening(config: Config) -> Iterator[Violation]:
         )
 
 
-RULES = (one_kl, kl_in_the_reward, whitening)
+def dr_grpo(config: Config) -> Iterator[Violation]:
+    algorithm = config.algorithm
+    if algorithm.use_dr_grpo and config.batch.calculate_per_token_loss:
+        yield Violation("--use-dr-grpo and --calculate-per-token-loss exclude each other: each has its own denominator")
+    if not algorithm.use_dr_grpo and _is_given(config, "dr_grpo_divisor"):
+        yield Violation("--dr-grpo-divisor needs --use-dr-grpo", ("use_dr_grpo",))
+
+
+def overlong(config: Config) -> Iterator[Violation]:
+    buffer, longest = config.algorithm.overlong_buffer_len, config.rollout.rollout_max_response_len
+    if buffer is None and _is_given(config, "overlong_penalty_factor"):
+        yield Violation("--overlong-penalty-factor needs --overlong-buffer-len", ("overlong_buffer_len",))
+    if buffer is not None and known(longest) and buffer > longest:
+        yield Violation(
+            f"--overlong-buffer-len {buffer} is more than --rollout-max-response-len {longest}",
+            ("overlong_buffer_len", "rollout_max_response_len"),
+        )
+    if buffer is not None and config.hooks.custom_reward_post_process_path is not None:
+        yield Violation("--overlong-buffer-len and --custom-reward-post-process-path exclude each other")
+
+
+def zero_signal(config: Config) -> Iterator[Violation]:
+    algorithm = config.algorithm
+    if algorithm.exclude_zero_signal_groups and not algorithm.estimator.group_relative:
+        yield Violation(
+            f"--exclude-zero-signal-groups has no meaning with {algorithm.advantage_estimator}: it learns from groups "
+            "of equal rewards too",
+            ("advantage_estimator",),
+        )
+
+
+def reference(config: Config) -> Iterator[Violation]:
+    algorithm = config.algorithm
+    if algorithm.ref_update_interval is not None and not algorithm.needs_reference:
+        yield Violation("--ref-update-interval needs a reference model: give --use-kl-loss or --kl-coef")
+    if algorithm.use_unbiased_kl and not algorithm.use_kl_loss:
+        yield Violation("--use-unbiased-kl needs --use-kl-loss", ("use_kl_loss",))
+
+
+def one_old_policy(config: Config) -> Iterator[Violation]:
+    off_policy = config.off_policy
+    if not off_policy.use_rollout_logprobs:
+        return
+    for name in ("use_tis", "keep_old_actor"):
+        if getattr(off_policy, name):
+            yield Violation(
+                f"{option(name)} and --use-rollout-logprobs exclude each other: the engine's log-probs are the old ones"
+            )
+
+
+def importance_sampling(config: Config) -> Iterator[Violation]:
+    off_policy = config.off_policy
+    for name in ("tis_level", "tis_mode", "tis_clip", "tis_clip_low", "tis_veto"):
+        if _is_given(config, name) and not off_policy.use_tis:
+            yield Violation(f"{option(name)} needs --use-tis", ("use_tis",))
+    if _is_given(config, "opsm_delta") and not off_policy.use_opsm:
+        yield Violation("--opsm-delta needs --use-opsm", ("use_opsm",))
+    low, high = off_policy.tis_clip_low, off_policy.tis_clip
+    if low > high:
+        yield Violation(f"--tis-clip-low {low:g} is above --tis-clip {high:g}", ("tis_clip_low", "tis_clip"))
+    if low > 0 and off_policy.tis_mode == "truncate":
+        yield Violation(
+            f"--tis-clip-low {low:g} has no meaning with --tis-mode truncate; clip cuts both ways", ("tis_mode",)
+        )
+
+
+def whole_distribution(config: Config) -> Iterator[Violation]:
+    """The engine's log-probs are of what it samples from; the trainer's are of the whole vocabulary."""
+    rollout, off_policy = config.rollout, config.off_policy
+    for name in ("use_tis", "use_rollout_logprobs"):
+        for narrow, value, free in (
+            ("rollout_top_p", rollout.rollout_top_p, 1),
+            ("rollout_top_k", rollout.rollout_top_k, -1),
+        ):
+            if getattr(off_policy, name) and value != free:
+                yield Violation(
+                    f"{option(name)} compares log-probs of trainer and engine, which {option(narrow)} {value} makes "
+                    f"different things: {free} is needed",
+                    (narrow,),
+                )
+
+
+def _is_given(config: Config, name: str) -> bool:
+    origin = config.origins.get(name, "default")
+    return origin != "default" and not origin.startswith("derived")
+
+
+RULES = (
+    one_kl,
+    kl_in_the_reward,
+    whitening,
+    dr_grpo,
+    overlong,
+    zero_signal,
+    reference,
+    one_old_policy,
+    importance_sampling,
+    whole_distribution,
+)

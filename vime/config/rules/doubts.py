@@ -23,6 +23,16 @@ def weights_have_no_dual_clip(config: Config) -> Iterator[Violation]:
         yield Violation("--eps-clip-c has no effect with cispo: --eps-clip-high bounds what a token weighs")
 
 
+def policy_has_not_moved(config: Config) -> Iterator[Violation]:
+    off_policy = config.off_policy
+    elsewhere = off_policy.use_rollout_logprobs or off_policy.keep_old_actor
+    if off_policy.use_opsm and config.batch.num_steps_per_rollout == 1 and not elsewhere:
+        yield Violation(
+            "--use-opsm has no effect with one step a rollout: the old policy is the current one; it needs "
+            "--use-rollout-logprobs, --keep-old-actor or --num-steps-per-rollout above 1"
+        )
+
+
 def truncated_sampling(config: Config) -> Iterator[Violation]:
     rollout = config.rollout
     for name, value, free in (
@@ -88,6 +98,7 @@ def sequence_parallel_advised(config: Config) -> Iterator[Violation]:
 WARNINGS = (
     single_sample,
     weights_have_no_dual_clip,
+    policy_has_not_moved,
     truncated_sampling,
     reference_only_watched,
     evaluation_never_runs,

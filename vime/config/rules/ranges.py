@@ -48,19 +48,21 @@ RANGES: Mapping[str, Range] = dict(
             "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
             "expert_model_parallel_size expert_tensor_parallel_size recompute_num_layers rm_workers eval_interval "
             "n_samples_per_eval_prompt eval_max_response_len eval_max_prompt_len eval_max_context_len "
-            "vllm_server_concurrency update_weight_buffer_size lr_decay_iters vocab_size",
+            "vllm_server_concurrency update_weight_buffer_size lr_decay_iters vocab_size "
+            "overlong_buffer_len ref_update_interval",
             Range(1),
         ),
         *_each(
             "num_critic_only_steps critic_lr value_clip "
             "num_rollout ckpt_step ref_ckpt_step start_rollout_id train_memory_margin_bytes lr min_lr lr_warmup_init "
             "lr_warmup_iters weight_decay clip_grad eps_clip_high kl_loss_coef kl_coef eval_min_new_tokens "
-            "weight_probe_interval eval_temperature rollout_seed seed rollout_num_gpus",
+            "weight_probe_interval eval_temperature rollout_seed seed rollout_num_gpus "
+            "overlong_penalty_factor tis_clip_low tis_veto opsm_delta",
             Range(0),
         ),
         *_each("rm_timeout_s request_timeout_s engine_start_timeout_s weight_sync_timeout_s", Range(0, above=True)),
         *_each("adam_beta1 adam_beta2 lr_warmup_fraction", Range(0, 1, below=True)),
-        *_each("adam_eps", Range(0, above=True)),
+        *_each("adam_eps tis_clip dr_grpo_divisor", Range(0, above=True)),
         *_each("rollout_top_p eval_top_p", Range(0, 1, above=True)),
         *_each("gamma lambd", Range(0, 1)),
         ("eps_clip", Range(0, 1, below=True)),

@@ -9,6 +9,7 @@ from vime.config.sections.data import Data
 from vime.config.sections.engine import Engine
 from vime.config.sections.evaluation import Evaluation
 from vime.config.sections.hooks import Hooks
+from vime.config.sections.off_policy import OffPolicy
 from vime.config.sections.ops import Ops
 from vime.config.sections.optimizer import Optimizer
 from vime.config.sections.parallel import Parallel
@@ -23,6 +24,7 @@ SECTIONS: dict[str, type] = {
     "batch": Batch,
     "algorithm": Algorithm,
     "critic": Critic,
+    "off_policy": OffPolicy,
     "optimizer": Optimizer,
     "parallel": Parallel,
     "reward": Reward,
@@ -44,6 +46,7 @@ __all__ = [
     "Engine",
     "Evaluation",
     "Hooks",
+    "OffPolicy",
     "Ops",
     "Optimizer",
     "Parallel",

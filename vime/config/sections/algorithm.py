@@ -22,18 +22,37 @@ class Algorithm:
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
         "k1", help="KL estimator. k1 can be negative; low_var_kl is k3 limited to 10."
     )
+    use_unbiased_kl: bool = flag(
+        False, help="Weigh the KL of each token by the ratio of the policy to the old one: unbiased after it has moved."
+    )
     kl_coef: float = flag(0.0, help="Weight of the KL divergence in the reward of each token.")
     gamma: float = flag(1.0, help="Discount of a reward for each trained token that it lies ahead.")
     lambd: float = flag(1.0, help="Lambda of generalized advantage estimation: 0 trusts the critic, 1 the rewards.")
     entropy_coef: float = flag(0.0, help="Weight of the entropy bonus.")
     normalize_advantages: bool = flag(False, help="Whiten advantages over all tokens of the rollout.")
     disable_grpo_std_normalization: bool = derived(
-        "only when n-samples-per-prompt is 1", help="Do not divide by the standard deviation of a group."
+        "when n-samples-per-prompt is 1, and with use-dr-grpo",
+        help="Do not divide by the standard deviation of a group.",
     )
     use_routing_replay: bool = flag(
         False, help="Experts: training follows the routes that were chosen when the old log-probs were computed."
     )
     disable_rewards_normalization: bool = flag(False, help="Use rewards as they are, without a group baseline.")
+    use_dr_grpo: bool = flag(
+        False, help="Sum the policy loss of a sample and divide by a constant, and no reward by a deviation (Dr.GRPO)."
+    )
+    dr_grpo_divisor: float = derived("rollout-max-response-len", help="That constant, in tokens.")
+    overlong_buffer_len: int | None = flag(
+        None, help="The reward falls along the last so many tokens before --rollout-max-response-len (DAPO)."
+    )
+    overlong_penalty_factor: float = flag(1.0, help="By how much it has fallen at the limit.")
+    exclude_zero_signal_groups: bool = flag(
+        False, help="Groups whose rewards are all equal do not count in the means of a step, as if they were not there."
+    )
+    ref_update_interval: int | None = flag(
+        None, help="Every so many rollouts the reference model becomes what the actor is by then."
+    )
+    reset_optimizer_states: bool = flag(False, help="Forget the optimizer's moments after each rollout.")
 
     @property
     def estimator(self) -> advantages.AdvantageEstimator:

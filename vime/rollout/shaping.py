@@ -1,0 +1,33 @@
+"""From the rewards that samples got to those that training uses, where no custom function does it."""
+
+from __future__ import annotations
+
+from vime.algorithms.rewards import overlong_penalty
+from vime.config import Config
+from vime.rollout.conversion import PostProcess
+from vime.types import Sample
+
+__all__ = ["shape_rewards"]
+
+
+def shape_rewards(config: Config) -> PostProcess:
+    """Takes off what long answers lose, then normalizes as the estimator does."""
+    algorithm, key = config.algorithm, config.reward.reward_key
+
+    def shape(samples: list[Sample]) -> tuple[list[float], list[float]]:
+        raw = [sample.score(key) for sample in samples]
+        rewards = [reward + _penalty(sample, config) for reward, sample in zip(raw, samples, strict=True)]
+        if algorithm.disable_rewards_normalization:
+            return raw, rewards
+        groups, std = [sample.group_index for sample in samples], not algorithm.disable_grpo_std_normalization
+        return raw, algorithm.estimator.normalize_rewards(rewards, groups, std=std)
+
+    return shape
+
+
+def _penalty(sample: Sample, config: Config) -> float:
+    buffer = config.algorithm.overlong_buffer_len
+    if buffer is None:
+        return 0.0
+    longest, factor = config.rollout.rollout_max_response_len, config.algorithm.overlong_penalty_factor
+    return overlong_penalty(sample.response_length, max_length=longest, buffer=buffer, factor=factor)
