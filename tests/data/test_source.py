@@ -208,7 +208,7 @@ def test_another_file_is_refused(write):
 def test_another_choice_of_rows_is_refused(write):
     path = write([{"prompt": "1"}, {"prompt": "1 " * 50}])
     state = source_of(path).state_dict()
-    with pytest.raises(UserError, match="1 prompts pass --rollout-max-prompt-len, it was 2"):
+    with pytest.raises(UserError, match="1 of its rows are used"):
         source_of(path, max_prompt_len=60).load_state_dict(state)
 
 

@@ -18,6 +18,7 @@ from vime.config import Config, parse_config
 from vime.config.roles import critic_config
 from vime.training.critic import CriticWorker
 from vime.training.model_worker import ModelWorker
+from vime.training.sft import SftWorker
 from vime.training.worker import TrainWorker
 from vime.types import TrainBatch, TrainSample, TrainStep
 
@@ -98,6 +99,13 @@ def started_critic(
 ) -> Iterator[CriticWorker]:
     """The same for a critic."""
     with _started(CriticWorker, critic_config(config), rank, world_size, port) as worker:
+        yield worker
+
+
+@contextmanager
+def started_sft(config: Config, *, rank: int = 0, world_size: int = 1, port: int | None = None) -> Iterator[SftWorker]:
+    """The same for fine-tuning on given dialogues."""
+    with _started(SftWorker, config, rank, world_size, port) as worker:
         yield worker
 
 

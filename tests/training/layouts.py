@@ -33,7 +33,7 @@ from torch import Tensor
 
 from tests.tiny import make_model
 from tests.training.harness import DEADLINE_S, config_of, free_port, make_samples, on_ranks, started
-from vime.cluster.job import split
+from vime.cluster.training_job import split
 from vime.config import Config
 from vime.models import weight_map
 from vime.training.gathering import gather

@@ -13,6 +13,8 @@ from vime.types import TrainBatch, TrainResult
 if TYPE_CHECKING:
     from vime.training.offload import Part
     from vime.training.records import Export, StartInfo
+    from vime.training.sft import SftWorker
+    from vime.training.worker import TrainWorker
 
 
 class TrainActor:
@@ -31,9 +33,8 @@ class TrainActor:
             return address, probe.getsockname()[1]
 
     def start(self, master_addr: str, master_port: int) -> StartInfo:
-        from vime.training.worker import TrainWorker
-
-        self._worker = TrainWorker(
+        worker = self._worker_class()
+        self._worker = worker(
             self._config,
             rank=self._rank,
             world_size=self._world_size,
@@ -41,6 +42,11 @@ class TrainActor:
             master_port=master_port,
         )
         return self._worker.start()
+
+    def _worker_class(self) -> type[TrainWorker]:
+        from vime.training.worker import TrainWorker
+
+        return TrainWorker
 
     def train(self, batch: TrainBatch) -> TrainResult:
         return self._worker.train(batch)
@@ -65,6 +71,20 @@ class TrainActor:
 
     def stop(self) -> None:
         self._worker.stop()
+
+
+class SftActor(TrainActor):
+    """One Megatron rank that learns given dialogues."""
+
+    _worker: SftWorker
+
+    def evaluate(self, batch: TrainBatch) -> dict[str, float]:
+        return self._worker.evaluate(batch)
+
+    def _worker_class(self) -> type[SftWorker]:
+        from vime.training.sft import SftWorker
+
+        return SftWorker
 
 
 class EngineActor:

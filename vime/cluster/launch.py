@@ -19,12 +19,15 @@ from vime import loop
 from vime.cluster.calls import RemoteError
 from vime.cluster.job import Job
 from vime.cluster.memory import PeakMemory
-from vime.cluster.record import open_record, resume_command
-from vime.cluster.session import check_devices, ray_session
+from vime.cluster.record import Record, open_record, resume_command
+from vime.cluster.session import Slots, check_devices, ray_session
+from vime.cluster.sft_job import SftJob
 from vime.cluster.supervision import supervised
+from vime.cluster.training_job import TrainingJob
 from vime.config import Config
 from vime.errors import UserError
-from vime.rollout.build import load_prompts
+from vime.rollout.build import Prompts, load_prompts
+from vime.rollout.sft import Dialogues, load_dialogues
 from vime.serving.http import EngineError
 from vime.weights.sync import SyncError
 
@@ -46,16 +49,16 @@ def main(config: Config) -> int:
 
 async def run(config: Config) -> None:
     """The whole job."""
-    prompts = load_prompts(config)
-    config = with_rollouts(config, prompts.num_rollout(config))
+    data = load_dialogues(config) if config.algorithm.is_sft else load_prompts(config)
+    config = with_rollouts(config, data.num_rollout(config))
     async with AsyncExitStack() as stack:
         memory = await stack.enter_async_context(PeakMemory())
-        record = stack.enter_context(open_record(config, total=prompts.num_rollout(config)))
+        record = stack.enter_context(open_record(config, total=data.num_rollout(config)))
         with record.report.phase("start"):
             slots = stack.enter_context(ray_session(needed_slots(config)))
             check_devices(config, slots)
             stack.enter_context(sigterm_cancels())
-            job = Job(config, prompts, record, slots)
+            job = make_job(config, data, record, slots)
             stack.push_async_callback(job.stop)
             await job.start()
         await supervised(
@@ -63,6 +66,13 @@ async def run(config: Config) -> None:
             job.failures,
         )
         record.report.finish(peak_memory_bytes=memory.peak_bytes, resume_command=resume_command(config))
+
+
+def make_job(config: Config, data: Prompts | Dialogues, record: Record, slots: Slots) -> TrainingJob:
+    """The job that is made of such data."""
+    if isinstance(data, Dialogues):
+        return SftJob(config, data, record, slots)
+    return Job(config, data, record, slots)
 
 
 def with_rollouts(config: Config, count: int) -> Config:

@@ -28,10 +28,17 @@ SplitBatch = Callable[[RolloutBatch, int], list[TrainBatch]]
 class TrainGroup:
     """Implements ``ports.Trainer`` with one Ray actor a rank."""
 
-    def __init__(self, config: Config, placement: Placement, threads: int, split: SplitBatch) -> None:
+    def __init__(
+        self,
+        config: Config,
+        placement: Placement,
+        threads: int,
+        split: SplitBatch,
+        actor_class: type[TrainActor] = TrainActor,
+    ) -> None:
         self._split = split
         world_size = config.cluster.train_world_size
-        actor = ray.remote(TrainActor)
+        actor = ray.remote(actor_class)
         env = {"env_vars": environment(threads, dict(config.cluster.train_env_vars))}
         self._ranks = [
             actor.options(runtime_env=env, **placement.rank(rank)).remote(config, rank, world_size)
@@ -49,11 +56,23 @@ class TrainGroup:
 
     async def train(self, batch: RolloutBatch) -> TrainResult:
         shares = self._split(batch, self._infos[0].dp_size)
-        calls = [rank.train.remote(shares[info.dp_rank]) for rank, info in zip(self._ranks, self._infos, strict=True)]
-        what = f"training on rollout {batch.rollout_id}"
-        results: list[TrainResult] = await wait_all(calls, what=what, timeout_s=STEP_TIMEOUT_S)
-        reporter = next(i for i, info in enumerate(self._infos) if info.is_reporter)
-        return results[reporter]
+        result: TrainResult = await self._share("train", shares, what=f"training on rollout {batch.rollout_id}")
+        return result
+
+    async def evaluate(self, batch: RolloutBatch, split: SplitBatch) -> dict[str, float]:
+        """The loss on given dialogues and what goes with it; see ``SftWorker.evaluate``."""
+        shares = split(batch, self._infos[0].dp_size)
+        metrics: dict[str, float] = await self._share("evaluate", shares, what="evaluating")
+        return metrics
+
+    async def _share(self, method: str, shares: list[TrainBatch], *, what: str) -> Any:
+        """Gives each rank its share; returns what the reporting one answers."""
+        calls = [
+            getattr(rank, method).remote(shares[info.dp_rank])
+            for rank, info in zip(self._ranks, self._infos, strict=True)
+        ]
+        results = await wait_all(calls, what=what, timeout_s=STEP_TIMEOUT_S)
+        return next(result for result, info in zip(results, self._infos, strict=True) if info.is_reporter)
 
     async def export_weights(self) -> Export:
         """The current weights, packed in memory that engines on the same machine can read."""

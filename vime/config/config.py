@@ -111,6 +111,11 @@ class Config:
     origins: Mapping[str, str] = field(default_factory=FrozenMap)  # by attribute name in ``args``
 
     @property
+    def has_engines(self) -> bool:
+        """Whether the run samples answers."""
+        return not (self.algorithm.is_sft or self.ops.debug_train_only)
+
+    @property
     def args(self) -> Args:
         """The flat view for custom functions."""
         return Args(dict(self.custom) | self.flat())

@@ -38,6 +38,8 @@ def _global_batch_size(values: Values) -> Derived:
 
 def _rollout_num_gpus(values: Values) -> Derived:
     slots = values["actor_num_nodes"] * values["actor_num_gpus_per_node"]
+    if values["loss_type"] == "sft_loss":
+        return 0, "sft_loss has no engines"
     if values["colocate"]:
         return slots, "colocate shares the training slots"
     return (0, "debug-train-only has no engines") if values["debug_train_only"] else None
@@ -117,9 +119,12 @@ def derive(values: Values, origins: dict[str, str]) -> list[str]:
 def _ignored_rollout_slots(values: Values, origins: dict[str, str]) -> list[str]:
     given = values["rollout_num_gpus"]
     slots = values["actor_num_nodes"] * values["actor_num_gpus_per_node"]
-    if not values["colocate"] or "rollout_num_gpus" not in origins:
+    without_engines = values["loss_type"] == "sft_loss"
+    if not (values["colocate"] or without_engines) or "rollout_num_gpus" not in origins:
         return []
     del origins["rollout_num_gpus"]
+    if without_engines:
+        return [f"--rollout-num-gpus {given} is ignored by --loss-type sft_loss: no engine is started"]
     if given == slots:
         return []
     return [f"--rollout-num-gpus {given} is ignored under --colocate: the engines use the {slots} training slots"]

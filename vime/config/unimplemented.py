@@ -5,11 +5,11 @@ from __future__ import annotations
 _BY_TOPIC = {
     "memory": "recompute-loss-function log-probs-chunk-size qkv-format "
     "balance-by-flops data-pad-size-multiplier async-save release-train",
-    "data": "multimodal-keys disable-rollout-global-dataset loss-mask-type loss-type",
+    "data": "multimodal-keys disable-rollout-global-dataset",
     "sampling": "over-sampling-batch-size dynamic-sampling-filter-path partial-rollout "
     "mask-offpolicy-in-partial-rollout buffer-filter-path rollout-all-samples-process-path rollout-sample-hook "
     "update-weights-interval",
-    "algorithms": "disable-compute-advantages-and-returns custom-tis-function-path use-rollout-entropy use-opd "
+    "algorithms": "custom-tis-function-path use-rollout-entropy use-opd "
     "opd-type opd-kl-coef opd-teacher-load custom-loss-function-path custom-advantage-function-path "
     "custom-pg-loss-reducer-function-path pg-loss-type",
     "mixture of experts": "use-rollout-routing-replay",

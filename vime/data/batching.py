@@ -9,10 +9,12 @@ Invariants:
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vime.types import RolloutBatch, TrainBatch, TrainSample, TrainStep
 
@@ -64,6 +66,39 @@ def make_train_batches(
         for rank, share in zip(ranks, deal(micro_batches, dp_size, balance=balance_data), strict=True):
             rank.append(share)
     return [_train_batch(batch.rollout_id, steps, shares) for shares in ranks]
+
+
+def make_eval_batches(
+    batch: RolloutBatch, *, dp_size: int, micro_batch_size: int = 1, micro_batch_multiple: int = 1, **options: Any
+) -> list[TrainBatch]:
+    """One TrainBatch of a single step for each data-parallel rank, from any number of samples.
+
+    Where they do not fill the ranks, copies of a short one without trained tokens do, which count nowhere.
+
+    Args:
+        options: further arguments of ``make_train_batches``.
+    """
+    samples = batch.samples
+    missing = -len(samples) % (dp_size * micro_batch_size * micro_batch_multiple)
+    short, free = min(samples, key=lambda sample: sample.total_length), max(sample.index for sample in samples) + 1
+    idle = dataclasses.replace(short, loss_mask=(0,) * short.response_length)
+    fill = tuple(dataclasses.replace(idle, index=free + i, group_index=free + i) for i in range(missing))
+    shares = make_train_batches(
+        dataclasses.replace(batch, samples=samples + fill),
+        dp_size=dp_size,
+        global_batch_size=len(samples) + missing,
+        micro_batch_size=micro_batch_size,
+        micro_batch_multiple=micro_batch_multiple,
+        **options,
+    )
+    tokens = sum(max(sample.trained_tokens, 1) for sample in samples)
+    return [
+        dataclasses.replace(
+            share,
+            steps=tuple(dataclasses.replace(step, num_samples=len(samples), num_tokens=tokens) for step in share.steps),
+        )
+        for share in shares
+    ]
 
 
 def split_into_steps(samples: Sequence[TrainSample], size: int) -> list[list[TrainSample]]:

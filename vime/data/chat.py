@@ -18,6 +18,70 @@ from vime.types import Message
 _BATCH = 1024
 
 
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Args:
+        tokenizer: of transformers.
+        kwargs: further arguments of the template, e.g. ``{"enable_thinking": false}``.
+        tool_key: where the metadata hold the tool definitions for the template.
+    """
+
+    def __init__(self, tokenizer: Any, *, kwargs: Mapping[str, Any] | None = None, tool_key: str = "tools") -> None:
+        self._tokenizer = tokenizer
+        self._kwargs = dict(kwargs or {})
+        self._tool_key = tool_key
+
+    def __str__(self) -> str:
+        """How messages name it."""
+        return f"the chat template of {getattr(self._tokenizer, 'name_or_path', '') or 'the tokenizer'}"
+
+    @property
+    def exists(self) -> bool:
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    def render(self, messages: list[Message], metadata: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
+        """The text of these messages, without ``step_loss_mask``; arguments of tool calls that are JSON become objects.
+
+        Raises:
+            UserError: the template refuses the messages.
+        """
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [_for_template(message) for message in messages],
+                tools=self._tools(metadata),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._kwargs,
+            )
+        except Exception as error:  # templates raise what they like
+            raise UserError(f"the chat template refuses the prompt: {type(error).__name__}: {error}") from error
+        return text
+
+    def _tools(self, metadata: Mapping[str, Any]) -> Any:
+        tools = metadata.get(self._tool_key)
+        return json.loads(tools) if isinstance(tools, str) else tools
+
+
+def _for_template(message: Message) -> Message:
+    kept = {key: value for key, value in message.items() if key != "step_loss_mask"}
+    if kept.get("tool_calls"):
+        kept["tool_calls"] = [_with_objects(call) for call in kept["tool_calls"]]
+    return kept
+
+
+def _with_objects(call: Any) -> Any:
+    """Templates write arguments as JSON; a text that is JSON already would be quoted once more."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        function = {**function, "arguments": json.loads(function["arguments"])}
+    except ValueError:
+        return call
+    return {**call, "function": function} if "function" in call else function
+
+
 class PromptEncoder:
     """Renders and tokenizes prompts.
 
@@ -39,12 +103,11 @@ class PromptEncoder:
         template_kwargs: Mapping[str, Any] | None = None,
         tool_key: str = "tools",
     ) -> None:
-        if apply_chat_template and not getattr(tokenizer, "chat_template", None):
+        self._template = ChatTemplate(tokenizer, kwargs=template_kwargs, tool_key=tool_key)
+        if apply_chat_template and not self._template.exists:
             raise UserError("--apply-chat-template: the tokenizer has no chat template")
         self._tokenizer = tokenizer
         self._apply = apply_chat_template
-        self._template_kwargs = dict(template_kwargs or {})
-        self._tool_key = tool_key
 
     def render(self, prompt: str | list[Message], metadata: Mapping[str, Any]) -> str | list[Message]:
         """What ``Sample.prompt`` holds for a row.
@@ -79,27 +142,13 @@ class PromptEncoder:
             yield from (len(ids) for ids in self._tokenized(batch))
 
     def _measurable(self, prompt: str | list[Message], metadata: Mapping[str, Any]) -> str:
-        if self._apply or (not isinstance(prompt, str) and getattr(self._tokenizer, "chat_template", None)):
+        if self._apply or (not isinstance(prompt, str) and self._template.exists):
             return self._rendered(prompt, metadata)
         return prompt if isinstance(prompt, str) else ""
 
     def _rendered(self, prompt: str | list[Message], metadata: Mapping[str, Any]) -> str:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                [{key: value for key, value in message.items() if key != "step_loss_mask"} for message in messages],
-                tools=self._tools(metadata),
-                tokenize=False,
-                add_generation_prompt=True,
-                **self._template_kwargs,
-            )
-        except Exception as error:  # templates raise what they like
-            raise UserError(f"the chat template refuses the prompt: {type(error).__name__}: {error}") from error
-        return text
-
-    def _tools(self, metadata: Mapping[str, Any]) -> Any:
-        tools = metadata.get(self._tool_key)
-        return json.loads(tools) if isinstance(tools, str) else tools
+        return self._template.render(messages, metadata, add_generation_prompt=True)
 
     def _tokenized(self, texts: list[str]) -> Iterator[list[int]]:
         encoded = self._tokenizer(texts, add_special_tokens=not self._apply, verbose=False)

@@ -69,8 +69,13 @@ class PromptFile:
 
     def require_good(self) -> None:
         """Raises UserError with one line for each bad row."""
-        if self.bad:
-            raise UserError("\n".join(_listing(self.path, self.bad)))
+        require_none(self.path, self.bad)
+
+
+def require_none(path: str, bad: list[BadRow]) -> None:
+    """Raises UserError with one line for each bad row of a file."""
+    if bad:
+        raise UserError("\n".join(_listing(path, bad)))
 
 
 def load(spec: str, keys: Keys, *, needs_label: bool = False) -> PromptFile:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+Selection = Callable[[list[Row]], list[Row]]
+"""All good rows of a file → those to draw from."""
+
 BufferFilter = Callable[[list[Group], int], list[Group]]
 """(buffer, how many groups are wanted) → at most so many groups, which it has removed from the buffer."""
 
@@ -50,6 +53,7 @@ class PromptSource:
         seed: of the order of prompts.
         shuffle: permute the prompts anew in each epoch, by seed + epoch; else the order is the file's.
         max_prompt_len: longer prompts (in tokens) are dropped.
+        select: instead of that, which rows there are to draw from.
         needs_label: whether a row without a label is bad.
         skip_bad_rows: leave bad rows out, with a warning, instead of raising.
         buffer_filter: which groups of the buffer are continued first.
@@ -68,6 +72,7 @@ class PromptSource:
         seed: int = 42,
         shuffle: bool = False,
         max_prompt_len: int | None = None,
+        select: Selection | None = None,
         needs_label: bool = False,
         skip_bad_rows: bool = False,
         buffer_filter: BufferFilter = pop_first,
@@ -77,8 +82,14 @@ class PromptSource:
             file.require_good()
         self._spec = spec
         self._digest = file.digest
-        self._rows = fitting_rows(file.rows, encoder, max_prompt_len) if max_prompt_len is not None else file.rows
-        self.skipped, self.dropped = len(file.bad), len(file.rows) - len(self._rows)
+        self._rows = file.rows
+        self.skipped = self.dropped = 0
+        if select is not None:
+            self._rows = select(file.rows)
+        elif max_prompt_len is not None:
+            self._rows = fitting_rows(file.rows, encoder, max_prompt_len)
+            self.dropped = len(file.rows) - len(self._rows)
+        self.skipped = len(file.bad)
         self._report(max_prompt_len)
         self._encoder = encoder
         self._n_samples = n_samples
@@ -174,8 +185,8 @@ class PromptSource:
             raise UserError(f"{self._spec}: the file is not the one this run was saved with; {advice}")
         if state["rows"] != len(self._rows):
             raise UserError(
-                f"{self._spec}: {len(self._rows)} prompts pass --rollout-max-prompt-len, it was {state['rows']} "
-                f"when this run was saved; {advice}"
+                f"{self._spec}: {len(self._rows)} of its rows are used, it was {state['rows']} when this run was saved "
+                f"(--rollout-max-prompt-len, --loss-mask-type); {advice}"
             )
 
     def _draw(self) -> Group:

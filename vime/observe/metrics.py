@@ -39,6 +39,9 @@ _ROLLOUT = _family(
         ("response_len/median", "tokens", "Median length of the responses."),
         ("response_len/max", "tokens", "Longest response."),
         ("response_len/min", "tokens", "Shortest response."),
+        ("total_len/mean", "tokens", "Mean length of the samples of fine-tuning, with their context."),
+        ("total_len/max", "tokens", "Longest such sample."),
+        ("trained_tokens", "tokens", "Tokens of the rollout that fine-tuning trains."),
         ("truncated_ratio", "share", "Samples that ran into the length limit."),
         ("aborted", "samples", "Samples that were interrupted."),
         ("failed", "samples", "Samples that the engine or a hook failed on."),
@@ -112,6 +115,7 @@ _EVAL = _family(
         ("{name}-response_len", "tokens", "Mean length of the responses to the set."),
         ("{name}-graded", "samples", "Samples of the set that have a reward."),
         ("{name}-errors", "samples", "Samples of the set that have none."),
+        ("{name}-loss", "nats", "Mean of -log π over the trained tokens of given dialogues, weighed as in training."),
         ("{name}", "", "Mean reward on this evaluation set."),  # last: it matches the others too
     ],
 )

@@ -23,9 +23,12 @@ from vime.observe.summary import Summary, duration
 __all__ = ["Progress", "sparkline"]
 
 REWARD = "rollout/raw_reward"
+LOSS = "train/loss"
+"""What is watched where nothing is rewarded."""
+
 BARS = "▁▂▃▄▅▆▇█"
 TREND = 24
-"""Rewards in the small curve."""
+"""Rewards or losses in the small curve."""
 
 
 class Progress:
@@ -50,7 +53,7 @@ class Progress:
         self._seen: set[str] = set()
         # what the drawing thread reads is replaced, never changed in place
         self._metrics: dict[str, float] = {}
-        self._rewards: tuple[float, ...] = ()
+        self._trend: tuple[float, ...] = ()
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -88,7 +91,8 @@ class Progress:
             return
         self._rollout = rollout_id + 1
         self._last_end = self._clock()
-        self._rewards = (*self._rewards, *([finite[REWARD]] if REWARD in finite else []))[-TREND:]
+        watched = [finite[name] for name in (REWARD, LOSS) if name in finite][:1]
+        self._trend = (*self._trend, *watched)[-TREND:]
         if self._live is None:
             self.log(self._line(rollout_id))
 
@@ -130,7 +134,7 @@ class Progress:
     def _display(self) -> RenderableType:
         """Always three lines, each cut at the width of the terminal: a display that changes its height flickers."""
         readings = _readings(self._metrics)
-        return Group(self._headline(), _line_of([*readings[:1], sparkline(self._rewards)]), _line_of(readings[1:]))
+        return Group(self._headline(), _line_of([*readings[:1], sparkline(self._trend)]), _line_of(readings[1:]))
 
     def _headline(self) -> Table:
         table = Table.grid(padding=(0, 2), expand=False)
@@ -165,8 +169,9 @@ _READINGS: tuple[tuple[str, Callable[[float], str]], ...] = (
 
 
 def _readings(metrics: Mapping[str, float]) -> list[str]:
-    """The metrics that a person watches, in a fixed order, the reward first."""
-    first = [] if REWARD in metrics else [""]
+    """The metrics that a person watches, in a fixed order, the reward or else the loss first."""
+    loss = f"loss {metrics[LOSS]:.4f}" if LOSS in metrics else ""
+    first = [] if REWARD in metrics else [loss]
     return first + [show(metrics[name]) for name, show in _READINGS if name in metrics]
 
 

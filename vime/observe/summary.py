@@ -14,12 +14,15 @@ __all__ = ["EvalRow", "Summary", "duration", "eval_results", "eval_rows"]
 GREEDY = "-greedy"
 """How the name of an evaluation set ends that asks the same prompts at temperature 0."""
 
+LOSS = "-loss"
+"""How the name of an evaluation ends that is a loss on given dialogues, and no reward."""
+
 EVAL_DETAILS = ("-truncated_ratio", "-response_len", "-graded", "-errors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRow:
-    """Mean reward on one evaluation set at the start and at the end; None where it was not measured."""
+    """Mean reward (or loss) on one evaluation set at the start and at the end; None where it was not measured."""
 
     name: str
     start: float | None = None
@@ -65,13 +68,18 @@ class Summary:
     def _eval_table(self) -> Table:
         greedy = any(row.greedy_start is not None or row.greedy_end is not None for row in self.evals)
         headings = ["start", "end", "change", *(["greedy start", "greedy end"] if greedy else [])]
-        table = Table("Mean reward", title_justify="left")
+        losses = all(row.name.endswith(LOSS) for row in self.evals)
+        table = Table("Mean loss" if losses else "Mean reward", title_justify="left")
         for heading in headings:
             table.add_column(heading, justify="right")
         for row in self.evals:
             change = row.end - row.start if row.start is not None and row.end is not None else None
             cells = [_number(row.start), _number(row.end), _number(change, sign="+")]
-            table.add_row(row.name, *cells, *([_number(row.greedy_start), _number(row.greedy_end)] if greedy else []))
+            table.add_row(
+                row.name.removesuffix(LOSS),
+                *cells,
+                *([_number(row.greedy_start), _number(row.greedy_end)] if greedy else []),
+            )
         return table
 
 

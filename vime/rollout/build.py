@@ -59,16 +59,25 @@ class Prompts:
 
     def num_rollout(self, config: Config) -> int:
         """Rollouts of the whole run."""
-        if config.rollout.num_rollout is not None:
-            return config.rollout.num_rollout
-        assert config.rollout.num_epoch is not None, "a rule asks for one of the two"
-        prompts, batch = config.rollout.num_epoch * len(self.source), config.rollout.rollout_batch_size
-        if prompts < batch:
-            raise UserError(
-                f"--num-epoch {config.rollout.num_epoch} x {len(self.source)} prompts are fewer than "
-                f"--rollout-batch-size {batch}; give --num-rollout, which goes through the prompts as often as it takes"
-            )
-        return prompts // batch
+        return rollouts_of(config, len(self.source))
+
+
+def rollouts_of(config: Config, prompts_of_an_epoch: int) -> int:
+    """Rollouts of a run: ``--num-rollout``, else what ``--num-epoch`` comes to.
+
+    Raises:
+        UserError: they are none.
+    """
+    if config.rollout.num_rollout is not None:
+        return config.rollout.num_rollout
+    assert config.rollout.num_epoch is not None, "a rule asks for one of the two"
+    prompts, batch = config.rollout.num_epoch * prompts_of_an_epoch, config.rollout.rollout_batch_size
+    if prompts < batch:
+        raise UserError(
+            f"--num-epoch {config.rollout.num_epoch} x {prompts_of_an_epoch} prompts are fewer than "
+            f"--rollout-batch-size {batch}; give --num-rollout, which goes through the prompts as often as it takes"
+        )
+    return prompts // batch
 
 
 def load_prompts(config: Config) -> Prompts:
@@ -78,7 +87,7 @@ def load_prompts(config: Config) -> Prompts:
         UserError: a file, row, tokenizer or function cannot be used; one line each.
     """
     hooks = resolve_hooks(config)
-    max_context = _max_context(config)
+    max_context = max_context_of(config)
     config = _with_prompt_limit(config, max_context)
     checkpoint = config.checkpoint
     tokenizer = load_tokenizer(checkpoint.hf_checkpoint, trust_remote_code=checkpoint.trust_remote_code)
@@ -129,7 +138,7 @@ def _eval_source(dataset: EvalDataset, config: Config, encoder: PromptEncoder, g
     )
 
 
-def _max_context(config: Config) -> int:
+def max_context_of(config: Config) -> int:
     """The smallest of what the model, the engine and the user allow."""
     given = config.vllm.get("max_model_len")
     limits = [

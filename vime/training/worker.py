@@ -34,6 +34,7 @@ from vime.training.packing import MicroBatch
 from vime.training.records import Export
 from vime.training.replay import recorded
 from vime.training.sampled_weights import SampledWeights
+from vime.training.step import Objective
 from vime.training.weight_sets import WeightSets
 from vime.training.weights_io import drain, hf_plan, hf_weights, load_hf_weights, save_hf
 from vime.types import TokenScores, TrainBatch, TrainResult, TrainSample, TrainStep
@@ -126,7 +127,7 @@ class TrainWorker(ModelWorker[Given]):
         self._sampled: SampledWeights | None = None
         return chunks
 
-    def _objective(self) -> PolicyObjective:
+    def _objective(self) -> Objective[Given]:
         return PolicyObjective(LossSettings.of(self.config), self.config.rollout.rollout_temperature)
 
     def _resume_point(self) -> ResumePoint | None:

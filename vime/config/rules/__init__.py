@@ -12,6 +12,7 @@ from vime.config.rules import (
     model,
     presence,
     ranges,
+    sft,
     supported,
 )
 from vime.config.rules.base import Rule, Violation
@@ -25,10 +26,11 @@ RULES: tuple[Rule, ...] = (
     *critic.RULES,
     *fixed.RULES,
     *evaluation.RULES,
+    *sft.RULES,
     *supported.RULES,
     *files.RULES,
     *model.RULES,
 )
-WARNINGS: tuple[Rule, ...] = (*doubts.WARNINGS, *critic.WARNINGS)
+WARNINGS: tuple[Rule, ...] = (*doubts.WARNINGS, *critic.WARNINGS, *sft.WARNINGS)
 
 __all__ = ["RULES", "WARNINGS", "Rule", "Violation"]

@@ -10,7 +10,7 @@ from vime.config.rules.base import Violation, option
 
 
 def single_sample(config: Config) -> Iterator[Violation]:
-    alone, algorithm = config.rollout.n_samples_per_prompt == 1, config.algorithm
+    alone, algorithm = config.rollout.n_samples_per_prompt == 1 and config.has_engines, config.algorithm
     if alone and algorithm.estimator.group_relative and not algorithm.disable_rewards_normalization:
         yield Violation(
             "--n-samples-per-prompt 1 makes every advantage 0: a group of one is its own baseline; 8 is usual with "
@@ -35,6 +35,8 @@ def policy_has_not_moved(config: Config) -> Iterator[Violation]:
 
 def truncated_sampling(config: Config) -> Iterator[Violation]:
     rollout = config.rollout
+    if not config.has_engines:
+        return
     for name, value, free in (
         ("rollout_top_p", rollout.rollout_top_p, 1),
         ("rollout_top_k", rollout.rollout_top_k, -1),
@@ -47,7 +49,7 @@ def truncated_sampling(config: Config) -> Iterator[Violation]:
 
 
 def reference_only_watched(config: Config) -> Iterator[Violation]:
-    if config.algorithm.use_kl_loss and config.algorithm.kl_loss_coef == 0:
+    if config.algorithm.needs_reference and config.algorithm.use_kl_loss and config.algorithm.kl_loss_coef == 0:
         yield Violation(
             "--use-kl-loss with --kl-loss-coef 0 only reports the KL divergence, at the cost of the reference model's "
             "memory and one more forward pass; leave --use-kl-loss out to save both"

@@ -61,7 +61,7 @@ def engine_slots(config: Config) -> Iterator[Violation]:
             f"{source} {slots} must be a multiple of --rollout-num-gpus-per-engine {each}, e.g. {offer}",
             ("rollout_num_gpus", "rollout_num_gpus_per_engine"),
         )
-    if slots == 0 and not config.ops.debug_train_only:
+    if slots == 0 and config.has_engines:
         yield Violation(
             "--rollout-num-gpus 0 leaves no engine; only --debug-train-only runs without", ("rollout_num_gpus",)
         )
@@ -156,7 +156,7 @@ def debug_modes(config: Config) -> Iterator[Violation]:
     if ops.debug_rollout_only and ops.debug_train_only:
         cause = "--load-debug-rollout-data" if ops.load_debug_rollout_data else "--debug-train-only"
         yield Violation(f"--debug-rollout-only and {cause} exclude each other")
-    if ops.debug_train_only and ops.load_debug_rollout_data is None:
+    if ops.debug_train_only and ops.load_debug_rollout_data is None and not config.algorithm.is_sft:
         yield Violation("--debug-train-only needs --load-debug-rollout-data: what to train on")
 
 

@@ -9,11 +9,15 @@ from vime.config import megatron_core
 from vime.config.config import OWN_FLAGS, Config
 from vime.config.rules.base import Violation
 
+NOT_IN_SFT = ("rollout_max_response_len",)
+"""Required where answers are sampled, and without a meaning where they are given."""
+
 
 def required_flags(config: Config) -> Iterator[Violation]:
     values = config.flat()
     for name, flag in OWN_FLAGS.items():
-        if flag.required and values[name] is None:
+        unused = config.algorithm.is_sft and name in NOT_IN_SFT
+        if flag.required and values[name] is None and not unused:
             yield Violation(f"{flag.option} is required ({flag.help.rstrip('.')})", (name,))
 
 
@@ -42,7 +46,7 @@ def rollout_slots(config: Config) -> Iterator[Violation]:
 def grading(config: Config) -> Iterator[Violation]:
     reward, hooks = config.reward, config.hooks
     graded_elsewhere = hooks.custom_rm_path or hooks.custom_generate_function_path or hooks.rollout_function_path
-    if reward.rm_type is None and not graded_elsewhere and not config.ops.debug_train_only:
+    if reward.rm_type is None and not graded_elsewhere and config.has_engines:
         yield Violation("--rm-type or --custom-rm-path is required: how answers are graded", ("rm_type",))
     if reward.rm_type is not None and reward.rm_type.endswith("remote_rm") and reward.rm_url is None:
         yield Violation(f"--rm-type {reward.rm_type} needs --rm-url: the address of the reward service", ("rm_url",))
@@ -53,7 +57,7 @@ def grading(config: Config) -> Iterator[Violation]:
 def labels(config: Config) -> Iterator[Violation]:
     rm_type = config.reward.rm_type
     by_rule = rm_type is not None and not rm_type.endswith("remote_rm") and config.hooks.custom_rm_path is None
-    if by_rule and config.data.label_key is None and config.hooks.data_source_path is None:
+    if by_rule and config.has_engines and config.data.label_key is None and config.hooks.data_source_path is None:
         yield Violation(f"--rm-type {rm_type} compares with a label: give --label-key", ("label_key",))
 
 

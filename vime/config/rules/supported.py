@@ -23,9 +23,11 @@ ONLY: Mapping[str, Any] = {
 
 def not_yet(config: Config) -> Iterator[Violation]:
     values = config.flat()
+    if config.algorithm.is_sft:
+        del values["debug_train_only"]  # which is what such a run is
     for name, only in ONLY.items():
         derived = config.origins.get(name, "").startswith("derived")
-        if values[name] != only and not derived:
+        if values.get(name, only) != only and not derived:
             said = option(name) if values[name] is True else f"{option(name)} {values[name]}"
             rest = "" if only is None or only is False else f" (only {only} is)"
             yield Violation(f"{said} is not yet supported by this version{rest}", (name,))

@@ -14,6 +14,14 @@ class Algorithm:
     """Which estimator, and the terms of the loss."""
 
     advantage_estimator: str = flag("grpo", choices=advantages.names(), help="How rewards become advantages.")
+    loss_type: Literal["policy_loss", "sft_loss"] = flag(
+        "policy_loss",
+        help="What is learnt: policy_loss from sampled answers and their rewards; sft_loss from the dialogues in "
+        "--prompt-data as they stand, without engines.",
+    )
+    disable_compute_advantages_and_returns: bool = flag(
+        False, help="No advantages are computed. Only for losses that need none: sft_loss, which implies it."
+    )
     eps_clip: float = flag(0.2, help="The probability ratio is clipped from below at 1 - this.")
     eps_clip_high: float = derived("eps-clip", help="The probability ratio is clipped from above at 1 + this.")
     eps_clip_c: float | None = flag(None, help="Dual clip: the loss of a negative advantage stops at this ratio (> 1).")
@@ -61,9 +69,14 @@ class Algorithm:
     @property
     def needs_critic(self) -> bool:
         """Whether a critic is trained along."""
-        return self.estimator.needs_critic
+        return not self.is_sft and self.estimator.needs_critic
+
+    @property
+    def is_sft(self) -> bool:
+        """Whether the run trains on given dialogues instead of on sampled answers."""
+        return self.loss_type == "sft_loss"
 
     @property
     def needs_reference(self) -> bool:
         """Whether a reference model must be loaded and run."""
-        return self.use_kl_loss or self.kl_loss_coef != 0 or self.kl_coef != 0
+        return not self.is_sft and (self.use_kl_loss or self.kl_loss_coef != 0 or self.kl_coef != 0)

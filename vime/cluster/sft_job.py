@@ -1,0 +1,58 @@
+"""The job of supervised fine-tuning: a trainer, and nothing else."""
+
+from __future__ import annotations
+
+from vime.cluster.actors import SftActor
+from vime.cluster.placement import Placement
+from vime.cluster.record import Record
+from vime.cluster.session import Slots
+from vime.cluster.train_group import TrainGroup
+from vime.cluster.training_job import TrainingJob, batch_options, split
+from vime.cluster.turns import Turns
+from vime.config import Config
+from vime.data.batching import make_eval_batches
+from vime.rollout.sft import DialogueRollouts, Dialogues
+from vime.types import RolloutBatch, WeightVersion
+
+
+class NoEngines:
+    """Implements ``ports.WeightSync`` for runs without engines: the trainer's weights are nobody else's."""
+
+    version: WeightVersion = 0
+
+    async def sync(self) -> WeightVersion:
+        return self.version
+
+
+class SftJob(TrainingJob):
+    """Learns from dialogues as they are."""
+
+    def __init__(self, config: Config, dialogues: Dialogues, record: Record, slots: Slots) -> None:
+        trainer = TrainGroup(
+            config,
+            Placement(config, slots),
+            slots.threads,
+            lambda batch, dp_size: split(batch, dp_size, config),
+            SftActor,
+        )
+        turns = Turns(trainer, trainer_leaves=False, engines_sleep=False)
+        super().__init__(config, dialogues.source, dialogues.num_rollout(config), record, trainer, turns)
+        self.weights = NoEngines()
+        self.rollouts = DialogueRollouts(
+            dialogues, batch_size=config.rollout.rollout_batch_size, args=config.args, loss=self._loss
+        )
+
+    async def start(self) -> None:
+        await self._start_trainer()
+        self.schedule = self._make_schedule()
+        self.checkpoints = self._make_checkpoints()
+
+    async def failures(self) -> list[str]:
+        return []
+
+    async def _loss(self, batch: RolloutBatch) -> float:
+        options = batch_options(self._config)
+        metrics = await self.trainer.evaluate(
+            batch, lambda whole, dp_size: make_eval_batches(whole, dp_size=dp_size, **options)
+        )
+        return metrics["train/loss"]
