@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from vime.data.source import PromptSource, Selection, keys_of
 from vime.data.tokenizer import load_tokenizer
 from vime.errors import UserError
 from vime.plugins import Hooks, resolve_hooks
+from vime.plugins import rollout as contracts
 from vime.ports import DataSource
 from vime.rollout.build import max_context_of, rollouts_of
-from vime.rollout.hooks import custom_rollout
-from vime.rollout.manager import CollectGroups
+from vime.rollout.hooks import CustomSource, custom_rollout
+from vime.rollout.manager import Collect, Collected
 from vime.types import RolloutBatch, Sample, Status, TrainSample, mean
 
 _log = logging.getLogger(__name__)
@@ -72,8 +74,9 @@ def load_dialogues(config: Config) -> Dialogues:
             skip_bad_rows=data.skip_bad_rows,
         )
 
-    if hooks.data_source is not None:
-        source: DataSource = hooks.data_source(config.args)
+    own_source = hooks.get(contracts.DATA_SOURCE)
+    if own_source is not None:
+        source: DataSource = CustomSource(own_source, config.args)
     else:
         assert data.prompt_data is not None, "a rule asks for it"
         source = source_of(data.prompt_data, keys_of(config), shuffle=data.rollout_shuffle)
@@ -155,17 +158,17 @@ class DialogueRollouts:
         self._eval_sources = dialogues.eval_sources
         self._batch_size = batch_size
         self._loss = loss
-        function = dialogues.hooks.rollout_function
-        self._custom: CollectGroups | None = custom_rollout(function, args, self._source) if function else None
+        hook = dialogues.hooks.get(contracts.ROLLOUT_FUNCTION)
+        self._collect: Collect = custom_rollout(hook, args, self._source) if hook else self._read
 
     async def generate(self, rollout_id: int) -> RolloutBatch:
         """The next dialogues. Samples of a custom function may have tokens and loss mask already."""
-        if self._custom is not None:
-            groups = await self._custom(rollout_id)
-        else:
-            groups = self._source.get_samples(self._batch_size)
-        batch = self._batch(rollout_id, [sample for group in groups for sample in group])
-        return RolloutBatch(rollout_id=rollout_id, samples=batch.samples, metrics=_metrics(batch.samples))
+        collected = await self._collect(rollout_id)
+        batch = self._batch(rollout_id, [sample for group in collected.groups for sample in group])
+        return dataclasses.replace(batch, metrics=_metrics(batch.samples) | dict(collected.metrics))
+
+    async def _read(self, rollout_id: int) -> Collected:
+        return Collected(groups=self._source.get_samples(self._batch_size))
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
         """The loss on each evaluation set under the weights of now."""
