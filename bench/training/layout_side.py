@@ -9,7 +9,6 @@ All ranks together use all cores. The others learn of a request from the first o
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from bench.training.vime_side import make_samples
 from bench.work import TASK, TrainingWork
 from vime.cluster.job import split
 from vime.config import Config, parse_config
+from vime.platform.sockets import free_port
 from vime.training.worker import TrainWorker
 from vime.types import RolloutBatch
 
@@ -74,9 +74,7 @@ def main(model: str, *words: str) -> None:
         serve(config, int(words[-3]), int(words[-1]), None)
         return
     channel = SideChannel()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "bench.training.layout_side", model, *flags]
     ranks = range(1, config.cluster.train_world_size)
     children = [

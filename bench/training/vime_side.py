@@ -7,23 +7,20 @@ The time is that of ``TrainWorker.train``: packing, advantages, forward and back
 
 from __future__ import annotations
 
-import socket
 import time
 
 from bench.protocol import SideChannel
 from bench.work import TrainingWork, demo_config
 from vime.config import Config
 from vime.data.batching import make_train_batches
+from vime.platform.sockets import free_port
 from vime.training.worker import TrainWorker
 from vime.types import RolloutBatch, TrainBatch, TrainSample
 
 
 def make_worker(config: Config) -> TrainWorker:
     """The only rank, started."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    worker = TrainWorker(config, rank=0, world_size=1, master_addr="127.0.0.1", master_port=port)
+    worker = TrainWorker(config, rank=0, world_size=1, master_addr="127.0.0.1", master_port=free_port())
     worker.start()
     return worker
 

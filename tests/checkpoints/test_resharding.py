@@ -5,9 +5,6 @@ Each world size is started once, with all that it has to save and to load.
 
 from __future__ import annotations
 
-import contextlib
-import random
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +16,7 @@ import torch
 from tests.checkpoints.learner import Learner, config_of
 from tests.tiny import make_model
 from tests.training.harness import on_ranks
+from vime.platform.sockets import free_port
 
 TP, PP, CP = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
 DISTRIBUTED = "--use-distributed-optimizer"
@@ -121,20 +119,10 @@ def weights_by_job(hf_dir: Path, folder: Path, rows: Sequence[Row]) -> dict[Job,
         saved = {job.folder for job in (*done, *mine) if job.saves}
         mine = [job for job in mine if job.folder in saved]
         if mine:
-            arguments = (hf_dir, free_ports(len(mine)), mine)
+            arguments = (hf_dir, [free_port() for _ in mine], mine)
             results = do_jobs(0, 1, *arguments) if world == 1 else on_ranks(world, do_jobs, *arguments)[0]
             done |= dict(zip(mine, results, strict=True))
     return done
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports below those that the kernel gives to connections: they are still free when the last job listens."""
-    found: list[int] = []
-    while len(found) < count:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", random.randrange(15_000, 30_000)))
-            found.append(probe.getsockname()[1])
-    return found
 
 
 def folder_of(folder: Path, row: Row) -> Path:

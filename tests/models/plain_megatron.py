@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vime.models import ModelShape
+from vime.platform.sockets import free_port
 
 
 @contextmanager
@@ -90,14 +91,6 @@ def build(shape: ModelShape, dtype: str = "float32", *, divisible_by: int = 1) -
         if hasattr(module, "_maintain_float32_expert_bias"):
             module._maintain_float32_expert_bias()
     return model
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_ranks(script: str, world: int, **variables: str) -> None:

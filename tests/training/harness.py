@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ import torch
 
 from vime.config import Config, parse_config
 from vime.config.roles import critic_config
+from vime.platform.sockets import free_port
 from vime.training.critic import CriticWorker
 from vime.training.model_worker import ModelWorker
 from vime.training.sft import SftWorker
@@ -78,12 +78,6 @@ def make_step(samples: Sequence[TrainSample], *micro_batches: Sequence[int]) -> 
 
 def batch_of(samples: Sequence[TrainSample], *steps: TrainStep, rollout_id: int = 0) -> TrainBatch:
     return TrainBatch(rollout_id=rollout_id, samples=tuple(samples), steps=steps or (make_step(samples),))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +26,10 @@ class TrainActor:
         """An address of this node and a free port there, for the ranks to meet; loopback where there is one node."""
         import ray
 
+        from vime.platform.sockets import free_port
+
         address = "127.0.0.1" if len(ray.nodes()) == 1 else ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, probe.getsockname()[1]
+        return address, free_port(address)
 
     def start(self, master_addr: str, master_port: int) -> StartInfo:
         worker = self._worker_class()
