@@ -255,8 +255,8 @@ class Recorder:
         self._worker, self._learner = worker, worker._learner
         self.gradients: dict[str, Tensor] | None = None
 
-    def step(self, work: Any, step: TrainStep) -> dict[str, float]:
-        metrics = Learner.step(self._learner, work, step)
+    def step(self, work: Any, step: TrainStep, **named: str) -> dict[str, float]:
+        metrics = Learner.step(self._learner, work, step, **named)
         if self.gradients is None:
             self.gradients = whole_gradients(self._worker)
         return metrics
