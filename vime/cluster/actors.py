@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vime.cluster.addresses import node_address, node_id
 from vime.config import Config
 from vime.types import TrainBatch, TrainResult
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from vime.training.records import Export, StartInfo
     from vime.training.sft import SftWorker
     from vime.training.worker import TrainWorker
+    from vime.weights.invitation import Invitation, SendReport
+    from vime.weights.plan import WeightPlan
 
 
 class TrainActor:
@@ -23,12 +26,10 @@ class TrainActor:
         self._config, self._rank, self._world_size = config, rank, world_size
 
     def address(self) -> tuple[str, int]:
-        """An address of this node and a free port there, for the ranks to meet; loopback where there is one node."""
-        import ray
-
+        """An address of this node and a free port there, for the ranks to meet."""
         from vime.platform.sockets import free_port
 
-        address = "127.0.0.1" if len(ray.nodes()) == 1 else ray.util.get_node_ip_address()
+        address = node_address()
         return address, free_port(address)
 
     def start(self, master_addr: str, master_port: int) -> StartInfo:
@@ -52,6 +53,22 @@ class TrainActor:
 
     def export_weights(self) -> Export | None:
         return self._worker.export_weights()
+
+    def weight_plan(self) -> WeightPlan:
+        return self._worker.weight_plan()
+
+    def invite_engines(self, members: int, timeout_s: float) -> Invitation:
+        return self._worker.invite_engines(node_address(), members, timeout_s)
+
+    def join_engines(self) -> None:
+        self._worker.join_engines()
+
+    def broadcast_weights(self, bucket_bytes: int) -> SendReport | None:
+        return self._worker.broadcast_weights(bucket_bytes)
+
+    def node(self) -> str:
+        """Ray's id of the node on which this runs."""
+        return node_id()
 
     def log_probs_of(self, token_ids: list[int], prompt_length: int) -> list[float]:
         return self._worker.log_probs_of(token_ids, prompt_length)
@@ -92,11 +109,17 @@ class EngineActor:
     def __init__(self, config: Config, index: int, devices: Sequence[str], threads: int, log_dir: Path) -> None:
         from vime.serving.engine import EngineServer
 
-        self._server = EngineServer.from_config(config, index=index, devices=devices, threads=threads, log_dir=log_dir)
+        self._server = EngineServer.from_config(
+            config, index=index, devices=devices, threads=threads, log_dir=log_dir, host=node_address()
+        )
 
     def start(self) -> str:
         """Returns the server's URL once it is healthy."""
         return self._server.start()
+
+    def node(self) -> str:
+        """Ray's id of the node on which this runs."""
+        return node_id()
 
     def failure(self) -> str | None:
         """Why the server is gone, or None while it runs."""

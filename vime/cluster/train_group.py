@@ -17,6 +17,8 @@ from vime.types import RolloutBatch, TrainBatch, TrainResult
 if TYPE_CHECKING:
     from vime.training.offload import Part
     from vime.training.records import Export, StartInfo
+    from vime.weights.invitation import Invitation, SendReport
+    from vime.weights.plan import WeightPlan
 
 START_TIMEOUT_S = 1800.0  # reading a large checkpoint from a slow disk
 STEP_TIMEOUT_S = 6 * 3600.0  # a rank that died is noticed at once; this only ends a hang
@@ -79,6 +81,30 @@ class TrainGroup:
         exports: list[Export | None] = await self._call(self._ranks, "export_weights", what="exporting the weights")
         return next(export for export in exports if export is not None)
 
+    async def weight_plan(self) -> WeightPlan:
+        """What the sync that begins now will broadcast."""
+        plans: list[WeightPlan] = await self._call(self._ranks, "weight_plan", what="planning the weight sync")
+        return plans[0]
+
+    async def invite_engines(self, members: int, timeout_s: float) -> Invitation:
+        what = "opening the weight group"
+        invitation: Invitation = await self._first("invite_engines", members, timeout_s, what=what)
+        return invitation
+
+    async def join_engines(self) -> None:
+        await self._first("join_engines", what="waiting for the engines to join the weight group")
+
+    async def broadcast_weights(self, bucket_bytes: int) -> SendReport:
+        """One broadcast from the first rank to all engines, gathered from all ranks meanwhile."""
+        reports: list[SendReport | None] = await self._call(
+            self._ranks, "broadcast_weights", bucket_bytes, what="broadcasting the weights"
+        )
+        return next(report for report in reports if report is not None)
+
+    async def node(self) -> str:
+        """The node of the first rank, from which the weights leave."""
+        return str(await self._first("node", what="placing the trainer"))
+
     async def log_probs_of(self, token_ids: list[int], prompt_length: int) -> list[float]:
         """What the trainer's weights say of the tokens after the prompt, in nats, at the rollout temperature."""
         answers: list[list[float]] = await self._call(
@@ -105,6 +131,11 @@ class TrainGroup:
             await self._call(self._ranks, "stop", what="stopping the trainer", timeout_s=10)
         except Exception:  # the run ends anyway; Ray kills what is left
             return
+
+    async def _first(self, method: str, *arguments: Any, what: str) -> Any:
+        """The answer of the first rank alone."""
+        (answer,) = await self._call(self._ranks[:1], method, *arguments, what=what)
+        return answer
 
     async def _call(
         self, ranks: list[Any], method: str, *arguments: Any, what: str, timeout_s: float = STEP_TIMEOUT_S

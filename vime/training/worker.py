@@ -14,7 +14,6 @@ from torch import Tensor
 
 from vime.algorithms import whitening
 from vime.checkpoints import ResumePoint
-from vime.config import Config
 from vime.training.build import build_chunks, precision_fields
 from vime.training.checkpoint import load_weights, save_megatron
 from vime.training.estimates import advantages_of
@@ -30,16 +29,17 @@ from vime.training.model_worker import (
     sum_over_data_parallel,
 )
 from vime.training.optimizer_kind import forget_moments
+from vime.training.outlet import WeightOutlet
 from vime.training.packing import MicroBatch
 from vime.training.records import Export
 from vime.training.replay import recorded
 from vime.training.sampled_weights import SampledWeights
 from vime.training.step import Objective
 from vime.training.weight_sets import WeightSets
-from vime.training.weights_io import drain, hf_plan, hf_weights, load_hf_weights, save_hf
+from vime.training.weights_io import load_hf_weights, save_hf
 from vime.types import TokenScores, TrainBatch, TrainResult, TrainSample, TrainStep
+from vime.weights.invitation import Invitation, SendReport
 from vime.weights.plan import WeightPlan
-from vime.weights.shm import SharedBuffer
 
 __all__ = ["TrainWorker"]
 
@@ -56,10 +56,6 @@ class TrainWorker(ModelWorker[Given]):
 
     role = "actor"
     metrics_prefix = "train/"
-
-    def __init__(self, config: Config, *, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
-        super().__init__(config, rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port)
-        self._buffer: SharedBuffer | None = None
 
     def train(self, batch: TrainBatch) -> TrainResult:
         result = super().train(batch)
@@ -82,18 +78,29 @@ class TrainWorker(ModelWorker[Given]):
 
     def export_weights(self) -> Export | None:
         """Writes the weights, under their HF names, where engines on this machine can map them; None beside rank 0."""
+        self._weights_leave()
+        return self._outlet.export()
+
+    def weight_plan(self) -> WeightPlan:
+        """What the sync that begins now will broadcast. Once for each sync, on all ranks, before anything is paused."""
+        self._weights_leave()
+        return self._outlet.plan
+
+    def invite_engines(self, address: str, members: int, timeout_s: float) -> Invitation:
+        """Rank 0 alone: listens at ``address`` for processes of engines, which are to join a group."""
+        return self._outlet.invite(address, members, timeout_s=timeout_s)
+
+    def join_engines(self) -> None:
+        """Rank 0 alone: waits for them. Raises PeerLost, WrongBytes."""
+        self._outlet.join()
+
+    def broadcast_weights(self, bucket_bytes: int) -> SendReport | None:
+        """Sends the weights to the group, in buckets; None beside rank 0. Twice in a sync if an engine failed."""
+        return self._outlet.broadcast(bucket_bytes)
+
+    def _weights_leave(self) -> None:
         if self._sampled is not None:
             self._sampled.exported()
-        dtype = precision_fields(self.config)["params_dtype"]
-        weights = hf_weights(self.chunks, self.shape)
-        if dist.get_rank() != 0:
-            drain(weights)
-            return None
-        plan = WeightPlan.of((name, shape, str(kind)) for name, shape, kind in hf_plan(self.shape, dtype))
-        if self._buffer is None:
-            self._buffer = SharedBuffer(plan.total_bytes)
-        self._buffer.write(plan, weights)
-        return Export(plan=plan, path=self._buffer.path)
 
     def log_probs_of(self, token_ids: Sequence[int], prompt_length: int) -> list[float]:
         """What the present weights say of the tokens after the prompt, in nats; empty beside the last stage."""
@@ -115,16 +122,15 @@ class TrainWorker(ModelWorker[Given]):
         save_hf(directory, self.chunks, self.shape, self.config.checkpoint.hf_checkpoint)
 
     def stop(self) -> None:
-        """Frees the shared memory too."""
-        if self._buffer is not None:
-            self._buffer.close()
-            self._buffer = None
+        """Leaves the engines, and frees the shared memory, too."""
+        self._outlet.close()
         super().stop()
 
     def _build(self) -> list[Any]:
         chunks = build_chunks(self.shape, self.config, provide=self._hooks.provide)
         self._weight_sets = WeightSets(chunks)
         self._sampled: SampledWeights | None = None
+        self._outlet = WeightOutlet(chunks, self.shape, precision_fields(self.config)["params_dtype"])
         return chunks
 
     def _objective(self) -> Objective[Given]:

@@ -58,7 +58,8 @@ class SharedMemory:
 class Broadcaster(Protocol):
     """The trainer's end of a process group (``weights.broadcast.Sender``), as the orchestration sees it."""
 
-    async def weight_plan(self) -> WeightPlan: ...
+    async def weight_plan(self) -> WeightPlan:
+        """What the sync that begins now will carry; once for each sync, before anything is paused."""
 
     async def invite_engines(self, members: int, timeout_s: float) -> Invitation:
         """Listens for so many processes. What was before is closed."""
@@ -86,8 +87,7 @@ class Broadcast:
 
     async def announce(self, engines: Sequence[EngineControl], *, timeout_s: float) -> None:
         """The plan first, so that one who refuses it keeps nobody waiting in a group."""
-        if self._plan is None:
-            self._plan = await self._trainer.weight_plan()
+        self._plan = await self._trainer.weight_plan()
         info = {"plan": self._plan.to_json()}
         await every_engine(engines, lambda engine: step("announce", engine.announce(info, timeout_s=timeout_s)))
         await self._connect(engines, timeout_s)

@@ -1,0 +1,23 @@
+"""Under which address the processes of a node are reached."""
+
+from __future__ import annotations
+
+import ray
+
+__all__ = ["LOOPBACK", "node_address", "node_id"]
+
+LOOPBACK = "127.0.0.1"
+
+
+def node_address() -> str:
+    """Of the node on which this runs, for all other processes of the cluster; loopback where there is one node only.
+
+    It is the address that the node has in Ray: of ``ray start --node-ip-address``, if that was given.
+    """
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return LOOPBACK if len(alive) == 1 else str(ray.util.get_node_ip_address())
+
+
+def node_id() -> str:
+    """Ray's id of the node on which this runs."""
+    return str(ray.get_runtime_context().get_node_id())
