@@ -15,7 +15,6 @@ from contextlib import AsyncExitStack
 
 from bench.protocol import SideChannel
 from vime.cluster.job import Job
-from vime.cluster.launch import needed_slots
 from vime.cluster.record import open_record
 from vime.cluster.session import ray_session
 from vime.config import Config, parse_config
@@ -27,7 +26,7 @@ async def serve(config: Config, channel: SideChannel) -> None:
     prompts = load_prompts(config)
     async with AsyncExitStack() as stack:
         record = stack.enter_context(open_record(config, total=prompts.num_rollout(config)))
-        slots = stack.enter_context(ray_session(needed_slots(config)))
+        slots = stack.enter_context(ray_session(config.cluster.num_slots))
         job = Job(config, prompts, record, slots)
         stack.push_async_callback(job.stop)
         await job.start()
@@ -46,7 +45,7 @@ async def step(job: Job, rollout_id: int) -> dict[str, float]:
     begin = clock()
     batch = await job.rollouts.generate(rollout_id)
     generated = clock()
-    await job.turns.train(batch)
+    await job.learner.train(batch)
     trained = clock()
     await job.weights.sync()
     synced = clock()

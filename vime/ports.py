@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from vime.types import Generation, Grade, RolloutBatch, Sample, SamplingParams, TrainResult, WeightVersion
+from vime.types import Generation, Grade, RolloutBatch, Sample, SamplingParams, TokenScores, TrainResult, WeightVersion
 
 
 class Generator(Protocol):
@@ -54,9 +54,16 @@ class Rollouts(Protocol):
 
 
 class Trainer(Protocol):
-    """All ranks of one model (actor or critic), as the training loop sees them."""
+    """All ranks of one model, or of actor and critic together, as the training loop sees them."""
 
     async def train(self, batch: RolloutBatch) -> TrainResult: ...
+
+
+class ScoringTrainer(Trainer, Protocol):
+    """A trainer that is also asked what its model says of a rollout before it learns from it."""
+
+    async def score(self, batch: RolloutBatch) -> dict[int, TokenScores]:
+        """By the index of the sample."""
 
 
 class WeightSync(Protocol):

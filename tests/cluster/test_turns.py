@@ -14,6 +14,10 @@ class Calls(list[str]):
     async def train(self, batch: Any) -> None:
         self.append("train")
 
+    async def score(self, batch: Any) -> dict[int, Any]:
+        self.append("score")
+        return {}
+
     async def save(self, directory: Path) -> None:
         self.append("save")
 
@@ -58,6 +62,7 @@ async def test_each_has_the_devices_for_itself() -> None:
 
 async def test_a_checkpoint_between_rollouts_leaves_the_engines_their_weights() -> None:
     calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
+    await turns.to_weights()
     await turns.to_generation()
     calls.clear()
     await turns.save(Path("folder"))
@@ -80,3 +85,57 @@ async def test_nobody_moves_where_both_have_room() -> None:
     await a_rollout(turns)
     await turns.save(Path("folder"))
     assert calls == ["train", "save"]
+
+
+class Critic(Calls):
+    """Writes into the list of somebody else, under its own name."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+
+    def append(self, call: str) -> None:
+        self.calls.append(f"critic: {call}")
+
+
+async def test_a_critic_on_the_same_devices_comes_and_leaves_too() -> None:
+    calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
+    critic = turns.guest(Critic(calls))  # type: ignore[arg-type]
+    await critic.started()
+    await turns.to_weights()
+    await turns.to_generation()
+    calls.clear()
+    await critic.score(None)  # type: ignore[arg-type]
+    await critic.train(None)  # type: ignore[arg-type]
+    await a_rollout(turns)
+    assert calls == [
+        *("sleep 2", "critic: onload parameters", "critic: onload rest", "critic: score", "critic: train"),
+        *("critic: offload rest", "critic: offload parameters", "onload parameters", "onload rest", "train"),
+        *("offload rest", "offload parameters", "wake weights", "wake kv_cache"),
+    ]
+
+
+async def test_weights_can_be_exported_after_a_rollout_of_the_critic_alone() -> None:
+    calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
+    critic = turns.guest(Critic(calls))  # type: ignore[arg-type]
+    await critic.train(None)  # type: ignore[arg-type]
+    calls.clear()
+    await turns.to_export()
+    assert calls == [
+        *("critic: offload rest", "critic: offload parameters", "onload parameters", "onload rest"),
+    ]
+    calls.clear()
+    await turns.to_export()
+    assert calls == [], "it is there already"
+
+
+async def test_a_checkpoint_of_the_critic_leaves_the_engines_their_weights() -> None:
+    calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
+    critic = turns.guest(Critic(calls))  # type: ignore[arg-type]
+    await turns.to_weights()
+    await turns.to_generation()
+    calls.clear()
+    await critic.save(Path("folder"))
+    assert calls == [
+        *("sleep 1", "critic: onload parameters", "critic: onload rest", "critic: save"),
+        *("critic: offload rest", "critic: offload parameters", "wake"),
+    ]

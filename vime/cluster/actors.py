@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vime.cluster.addresses import node_address, node_id
 from vime.config import Config
-from vime.types import TrainBatch, TrainResult
+from vime.types import TokenScores, TrainBatch, TrainResult
 
 if TYPE_CHECKING:
+    from vime.training.critic import CriticWorker
+    from vime.training.model_worker import ModelWorker
     from vime.training.offload import Part
     from vime.training.records import Export, StartInfo
     from vime.training.sft import SftWorker
@@ -19,11 +22,18 @@ if TYPE_CHECKING:
     from vime.weights.plan import WeightPlan
 
 
-class TrainActor:
-    """One Megatron rank."""
+class ModelActor(ABC):
+    """One Megatron rank of a model that learns."""
+
+    name: ClassVar[str]  # of the model, for people
+    _worker: ModelWorker[Any]
 
     def __init__(self, config: Config, rank: int, world_size: int) -> None:
         self._config, self._rank, self._world_size = config, rank, world_size
+
+    @abstractmethod
+    def _worker_class(self) -> type[ModelWorker[Any]]:
+        """Imported by the process that needs it."""
 
     def address(self) -> tuple[str, int]:
         """An address of this node and a free port there, for the ranks to meet."""
@@ -33,8 +43,7 @@ class TrainActor:
         return address, free_port(address)
 
     def start(self, master_addr: str, master_port: int) -> StartInfo:
-        worker = self._worker_class()
-        self._worker = worker(
+        self._worker = self._worker_class()(
             self._config,
             rank=self._rank,
             world_size=self._world_size,
@@ -43,13 +52,30 @@ class TrainActor:
         )
         return self._worker.start()
 
-    def _worker_class(self) -> type[TrainWorker]:
-        from vime.training.worker import TrainWorker
-
-        return TrainWorker
+    def score(self, batch: TrainBatch) -> dict[int, TokenScores]:
+        return self._worker.score(batch)
 
     def train(self, batch: TrainBatch) -> TrainResult:
         return self._worker.train(batch)
+
+    def offload(self, part: Part) -> None:
+        self._worker.offload(part)
+
+    def onload(self, part: Part) -> None:
+        self._worker.onload(part)
+
+    def save(self, directory: Path) -> None:
+        self._worker.save(directory)
+
+    def stop(self) -> None:
+        self._worker.stop()
+
+
+class TrainActor(ModelActor):
+    """One Megatron rank of the policy that learns."""
+
+    name = "trainer"
+    _worker: TrainWorker
 
     def export_weights(self) -> Export | None:
         return self._worker.export_weights()
@@ -73,20 +99,13 @@ class TrainActor:
     def log_probs_of(self, token_ids: list[int], prompt_length: int) -> list[float]:
         return self._worker.log_probs_of(token_ids, prompt_length)
 
-    def offload(self, part: Part) -> None:
-        self._worker.offload(part)
-
-    def onload(self, part: Part) -> None:
-        self._worker.onload(part)
-
-    def save(self, directory: Path) -> None:
-        self._worker.save(directory)
-
     def save_hf(self, directory: Path) -> None:
         self._worker.save_hf(directory)
 
-    def stop(self) -> None:
-        self._worker.stop()
+    def _worker_class(self) -> type[TrainWorker]:
+        from vime.training.worker import TrainWorker
+
+        return TrainWorker
 
 
 class SftActor(TrainActor):
@@ -101,6 +120,17 @@ class SftActor(TrainActor):
         from vime.training.sft import SftWorker
 
         return SftWorker
+
+
+class CriticActor(ModelActor):
+    """One Megatron rank of the critic."""
+
+    name = "critic"
+
+    def _worker_class(self) -> type[CriticWorker]:
+        from vime.training.critic import CriticWorker
+
+        return CriticWorker
 
 
 class EngineActor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from vime.cluster.checkpoints import CriticCheckpoints
+from vime.cluster.critic import Critic
 from vime.cluster.engine_group import EngineGroup
 from vime.cluster.placement import Placement
 from vime.cluster.record import Record
@@ -14,6 +16,7 @@ from vime.cluster.training_job import TrainingJob, split
 from vime.cluster.turns import Turns
 from vime.cluster.weights import GroupWeightSync
 from vime.config import Config
+from vime.ports import Trainer
 from vime.rewards.hub import RewardHub
 from vime.rollout.build import Prompts, make_hub, make_manager, make_pool
 from vime.rollout.tasks import together
@@ -26,7 +29,9 @@ class Job(TrainingJob):
 
     def __init__(self, config: Config, prompts: Prompts, record: Record, slots: Slots) -> None:
         placement = Placement(config, slots)
-        trainer = TrainGroup(config, placement, slots.threads, lambda batch, dp_size: split(batch, dp_size, config))
+        trainer = TrainGroup(
+            config, placement.rank, slots.threads, lambda batch, dp_size: split(batch, dp_size, config)
+        )
         on_gpus = slots.kind == "GPU"
         turns = Turns(
             trainer,
@@ -35,6 +40,7 @@ class Job(TrainingJob):
         )
         super().__init__(config, prompts.source, prompts.num_rollout(config), record, trainer, turns)
         self._prompts = prompts
+        self._critic = Critic(config, placement, slots.threads, turns) if config.algorithm.needs_critic else None
         self._engines = EngineGroup(config, placement, slots.threads, Path(config.ops.run_dir) / "logs")
         self._pool = make_pool(config)
         self._client: RouterClient | None = None
@@ -45,9 +51,9 @@ class Job(TrainingJob):
         config = self._config
         if self.turns.engines_sleep:  # a starting engine wants all the memory that it will ever have
             await together([self._start_engines(), self._pool.start()])
-            await self._start_trainer()
+            await self._start_models()
         else:
-            await together([self._start_trainer(), self._start_engines(), self._pool.start()])
+            await together([self._start_models(), self._start_engines(), self._pool.start()])
         self._client = RouterClient(
             self._engines.router_url, self._controls, request_timeout_s=config.engine.request_timeout_s
         )
@@ -68,6 +74,22 @@ class Job(TrainingJob):
         self.schedule = self._make_schedule()
         self.checkpoints = self._make_checkpoints()
 
+    @property
+    def learner(self) -> Trainer:
+        return self.turns if self._critic is None else self._critic.with_actor()
+
+    async def _start_models(self) -> None:
+        if self._critic is None:
+            await self._start_trainer()
+        elif self._critic.shares_devices:
+            await self._critic.start()
+            await self._start_trainer()
+        else:
+            await together([self._critic.start(), self._start_trainer()])
+
+    def _critic_checkpoints(self) -> CriticCheckpoints | None:
+        return None if self._critic is None else self._critic.checkpoints
+
     async def _start_engines(self) -> None:
         await self._engines.start()
         self._controls = [EngineControl(url, f"engine {i}") for i, url in enumerate(self._engines.urls)]
@@ -85,4 +107,6 @@ class Job(TrainingJob):
         for control in self._controls:
             await control.close()
         await self._engines.stop()
+        if self._critic is not None:
+            await self._critic.stop()
         await super().stop()

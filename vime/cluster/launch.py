@@ -55,14 +55,14 @@ async def run(config: Config) -> None:
         memory = await stack.enter_async_context(PeakMemory())
         record = stack.enter_context(open_record(config, total=data.num_rollout(config)))
         with record.report.phase("start"):
-            slots = stack.enter_context(ray_session(needed_slots(config)))
+            slots = stack.enter_context(ray_session(config.cluster.num_slots))
             check_devices(config, slots)
             stack.enter_context(sigterm_cancels())
             job = make_job(config, data, record, slots)
             stack.push_async_callback(job.stop)
             await job.start()
         await supervised(
-            loop.train(job.schedule, job.rollouts, job.turns, job.weights, job.checkpoints, record.report),
+            loop.train(job.schedule, job.rollouts, job.learner, job.weights, job.checkpoints, record.report),
             job.failures,
         )
         record.report.finish(peak_memory_bytes=memory.peak_bytes, resume_command=resume_command(config))
@@ -91,9 +91,3 @@ def sigterm_cancels() -> Iterator[None]:
         yield
     finally:
         running.remove_signal_handler(signal.SIGTERM)
-
-
-def needed_slots(config: Config) -> int:
-    """Slots of the whole run; under --colocate trainer and engines share theirs."""
-    cluster = config.cluster
-    return cluster.train_world_size + (0 if cluster.colocate else cluster.rollout_num_gpus)

@@ -13,12 +13,14 @@ from vime.config import Config
 from vime.errors import UserError
 
 TIMEOUT_S = 60.0
-SHARE = 0.5
-"""Of a slot, for each of trainer and engine where they take turns on it."""
+SHARES = {1: 1.0, 2: 0.5, 3: 0.33}
+"""Of a slot, for each of those that take turns on it: actor, critic and engine."""
 
 
 class Placement:
-    """The slots of a run. The trainer's ranks have the first ones, engines the next; or under --colocate the same.
+    """The slots of a run. The actor's ranks have the first ones, the critic's the next, then come engines.
+
+    Under --colocate engines have the actor's, and so has the critic under --colocate-critic.
 
     Slots are counted along the nodes and their devices, so that those of one engine lie together.
     """
@@ -26,10 +28,11 @@ class Placement:
     def __init__(self, config: Config, slots: Slots) -> None:
         cluster = config.cluster
         self._slots = slots
-        self._share = SHARE if cluster.colocate else 1.0
-        self._first_engine_slot = 0 if cluster.colocate else cluster.train_world_size
+        self._share = SHARES[1 + cluster.colocate + cluster.colocate_critic]
+        self._first_critic_slot = 0 if cluster.colocate_critic else cluster.train_world_size
+        self._first_engine_slot = 0 if cluster.colocate else cluster.train_slots
         self._slots_of_an_engine = cluster.rollout_num_gpus_per_engine
-        count = cluster.train_world_size + (0 if cluster.colocate else cluster.rollout_num_gpus)
+        count = cluster.num_slots
         self._group = placement_group([{slots.kind: 1.0}] * count, strategy="PACK")
         if not self._group.wait(TIMEOUT_S):
             free = ray.available_resources().get(slots.kind, 0)
@@ -37,8 +40,12 @@ class Placement:
         self._order = self._along_the_devices() if slots.kind == "GPU" else [(bundle, "") for bundle in range(count)]
 
     def rank(self, rank: int) -> dict[str, Any]:
-        """Options for the actor of a training rank."""
+        """Options for the Ray actor of a rank of the actor."""
         return self._options(rank)
+
+    def critic_rank(self, rank: int) -> dict[str, Any]:
+        """Options for the Ray actor of a rank of the critic."""
+        return self._options(self._first_critic_slot + rank)
 
     def engine(self, index: int) -> dict[str, Any]:
         """Options for the actor of an engine, which stands on the first of its slots."""

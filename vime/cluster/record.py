@@ -90,6 +90,8 @@ def resume_command(config: Config) -> str | None:
     if save is None:
         return None
     given = {"--load": save, "--num-rollout": f"{2 * (config.rollout.num_rollout or 1)}"}
+    if config.critic.critic_save is not None:
+        given["--critic-load"] = config.critic.critic_save
     words = _replaced([word for word in sys.argv if word], given, without=("--num-epoch", "--wandb-key"))
     inside = Path(sys.executable).is_relative_to(Path.cwd())
     return shlex.join([os.path.relpath(sys.executable) if inside else sys.executable, *words])

@@ -30,7 +30,7 @@ class SftJob(TrainingJob):
     def __init__(self, config: Config, dialogues: Dialogues, record: Record, slots: Slots) -> None:
         trainer = TrainGroup(
             config,
-            Placement(config, slots),
+            Placement(config, slots).rank,
             slots.threads,
             lambda batch, dp_size: split(batch, dp_size, config),
             SftActor,

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from vime.cluster.actors import TrainActor, environment
+from vime.cluster.actors import ModelActor, TrainActor, environment
 from vime.cluster.calls import wait_all
-from vime.cluster.placement import Placement
 from vime.config import Config
-from vime.types import RolloutBatch, TrainBatch, TrainResult
+from vime.types import RolloutBatch, TokenScores, TrainBatch, TrainResult
 
 if TYPE_CHECKING:
     from vime.training.offload import Part
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 1800.0  # reading a large checkpoint from a slow disk
 STEP_TIMEOUT_S = 6 * 3600.0  # a rank that died is noticed at once; this only ends a hang
+
+Place = Callable[[int], dict[str, Any]]
+"""Rank → options for its Ray actor."""
 
 SplitBatch = Callable[[RolloutBatch, int], list[TrainBatch]]
 """(batch, number of data-parallel ranks) → one share for each."""
@@ -33,47 +35,58 @@ class TrainGroup:
     def __init__(
         self,
         config: Config,
-        placement: Placement,
+        place: Place,
         threads: int,
         split: SplitBatch,
-        actor_class: type[TrainActor] = TrainActor,
+        actor_class: type[ModelActor] = TrainActor,
     ) -> None:
         self._split = split
+        self._name = actor_class.name
         world_size = config.cluster.train_world_size
         actor = ray.remote(actor_class)
         env = {"env_vars": environment(threads, dict(config.cluster.train_env_vars))}
         self._ranks = [
-            actor.options(runtime_env=env, **placement.rank(rank)).remote(config, rank, world_size)
-            for rank in range(world_size)
+            actor.options(runtime_env=env, **place(rank)).remote(config, rank, world_size) for rank in range(world_size)
         ]
         self._infos: list[StartInfo] = []
 
     async def start(self) -> StartInfo:
         """Builds and loads the model on every rank; returns what the reporting rank says."""
-        address, port = (await self._call(self._ranks[:1], "address", what="placing the trainer"))[0]
+        address, port = (await self._call(self._ranks[:1], "address", what=f"placing the {self._name}"))[0]
         self._infos = await self._call(
-            self._ranks, "start", address, port, what="starting the trainer", timeout_s=START_TIMEOUT_S
+            self._ranks, "start", address, port, what=f"starting the {self._name}", timeout_s=START_TIMEOUT_S
         )
         return self._infos[0]
 
     async def train(self, batch: RolloutBatch) -> TrainResult:
         shares = self._split(batch, self._infos[0].dp_size)
-        result: TrainResult = await self._share("train", shares, what=f"training on rollout {batch.rollout_id}")
+        what = f"training the {self._name} on rollout {batch.rollout_id}"
+        result: TrainResult = self._reported(await self._share("train", shares, what=what))
         return result
+
+    async def score(self, batch: RolloutBatch) -> dict[int, TokenScores]:
+        """What the model says of all samples before it learns from them, by their index."""
+        shares = self._split(batch, self._infos[0].dp_size)
+        what = f"asking the {self._name} about rollout {batch.rollout_id}"
+        results: list[dict[int, TokenScores]] = await self._share("score", shares, what=what)
+        return {index: scores for of_rank in results for index, scores in of_rank.items()}
 
     async def evaluate(self, batch: RolloutBatch, split: SplitBatch) -> dict[str, float]:
         """The loss on given dialogues and what goes with it; see ``SftWorker.evaluate``."""
         shares = split(batch, self._infos[0].dp_size)
-        metrics: dict[str, float] = await self._share("evaluate", shares, what="evaluating")
+        metrics: dict[str, float] = self._reported(await self._share("evaluate", shares, what="evaluating"))
         return metrics
 
-    async def _share(self, method: str, shares: list[TrainBatch], *, what: str) -> Any:
-        """Gives each rank its share; returns what the reporting one answers."""
+    async def _share(self, method: str, shares: list[TrainBatch], *, what: str) -> list[Any]:
+        """Gives each rank the share of its data-parallel rank; the answers by rank."""
         calls = [
             getattr(rank, method).remote(shares[info.dp_rank])
             for rank, info in zip(self._ranks, self._infos, strict=True)
         ]
-        results = await wait_all(calls, what=what, timeout_s=STEP_TIMEOUT_S)
+        return await wait_all(calls, what=what, timeout_s=STEP_TIMEOUT_S)
+
+    def _reported(self, results: list[Any]) -> Any:
+        """What the reporting rank answered."""
         return next(result for result, info in zip(results, self._infos, strict=True) if info.is_reporter)
 
     async def export_weights(self) -> Export:
@@ -114,10 +127,10 @@ class TrainGroup:
 
     async def offload(self, part: Part) -> None:
         """Every rank frees the device memory of that part of its state; see ``training.offload``."""
-        await self._call(self._ranks, "offload", part, what=f"moving the trainer's {part} to the host")
+        await self._call(self._ranks, "offload", part, what=f"moving the {self._name}'s {part} to the host")
 
     async def onload(self, part: Part) -> None:
-        await self._call(self._ranks, "onload", part, what=f"moving the trainer's {part} to the device")
+        await self._call(self._ranks, "onload", part, what=f"moving the {self._name}'s {part} to the device")
 
     async def save(self, directory: Path) -> None:
         await self._call(self._ranks, "save", directory, what=f"saving {directory}")
@@ -128,7 +141,7 @@ class TrainGroup:
     async def stop(self) -> None:
         """Lets every rank leave its process group; never raises for one that is gone already."""
         try:
-            await self._call(self._ranks, "stop", what="stopping the trainer", timeout_s=10)
+            await self._call(self._ranks, "stop", what=f"stopping the {self._name}", timeout_s=10)
         except Exception:  # the run ends anyway; Ray kills what is left
             return
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from vime.checkpoints import CheckpointStore
-from vime.cluster.checkpoints import GroupCheckpoints
+from vime.cluster.checkpoints import CriticCheckpoints, GroupCheckpoints
 from vime.cluster.record import Record
 from vime.cluster.train_group import TrainGroup
 from vime.cluster.turns import Turns
@@ -16,7 +16,7 @@ from vime.config.layouts import Layout
 from vime.data.batching import make_train_batches
 from vime.loop import Schedule
 from vime.models import load_shape
-from vime.ports import Checkpoints, DataSource, Rollouts, WeightSync
+from vime.ports import Checkpoints, DataSource, Rollouts, Trainer, WeightSync
 from vime.types import RolloutBatch, TrainBatch, WeightVersion
 
 
@@ -61,6 +61,11 @@ class TrainingJob(ABC):
     @abstractmethod
     async def failures(self) -> list[str]:
         """What is wrong with servers; empty while all is well."""
+
+    @property
+    def learner(self) -> Trainer:
+        """What the training loop trains."""
+        return self.turns
 
     async def stop(self) -> None:
         """Ends everything that was started; never raises."""
@@ -112,7 +117,17 @@ class TrainingJob(ABC):
         checkpoint = self._config.checkpoint
         if checkpoint.save is None:
             return NoCheckpoints()
-        return GroupCheckpoints(CheckpointStore(checkpoint.save), self.turns, self._driver_state, checkpoint.save_hf)
+        return GroupCheckpoints(
+            CheckpointStore(checkpoint.save),
+            self.turns,
+            self._driver_state,
+            checkpoint.save_hf,
+            self._critic_checkpoints(),
+        )
+
+    def _critic_checkpoints(self) -> CriticCheckpoints | None:
+        """The critic's part of a checkpoint, in runs that have one."""
+        return None
 
     def _driver_state(self, rollout_id: int) -> dict[str, Any]:
         return {

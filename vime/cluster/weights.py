@@ -51,6 +51,7 @@ class GroupWeightSync:
         self._tolerance = TOLERANCE[config.parallel.dtype_name]
 
     async def sync(self) -> WeightVersion:
+        await self._turns.to_export()
         export = await self._trainer.export_weights()
         await self._turns.to_weights()
         transfer = SharedMemory(export, bucket_bytes=self._bucket_bytes)

@@ -82,7 +82,10 @@ DERIVATIONS: dict[str, Callable[[Values], Derived]] = {
         "n-samples-per-prompt and use-dr-grpo",
     ),
     "dr_grpo_divisor": _like("rollout_max_response_len"),
-    "offload_train": lambda v: (v["colocate"] or v["offload"], "colocate and offload"),
+    "offload_train": lambda v: (
+        v["colocate"] or v["colocate_critic"] or v["offload"],
+        "colocate, colocate-critic and offload",
+    ),
     "offload_rollout": lambda v: (v["colocate"] or v["offload"], "colocate and offload"),
     "expert_tensor_parallel_size": _like("tensor_model_parallel_size"),
     "bf16": lambda v: (not (v["fp16"] or v["fp32"]), "fp16 and fp32"),

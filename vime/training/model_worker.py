@@ -29,7 +29,7 @@ from vime.training.packing import MicroBatch, Packer
 from vime.training.parallel import connect, context_part, disconnect, pack_multiple
 from vime.training.records import StartInfo
 from vime.training.step import Learner, Objective, gather_parameters
-from vime.types import Role, TrainBatch, TrainResult, TrainStep
+from vime.types import Role, TokenScores, TrainBatch, TrainResult, TrainStep
 
 __all__ = ["Clock", "ModelWorker", "max_over_ranks", "sum_over_data_parallel"]
 
@@ -73,6 +73,13 @@ class ModelWorker(ABC, Generic[G]):
     @abstractmethod
     def _given(self, packs: Sequence[MicroBatch], clock: Clock) -> list[G]:
         """What training needs to know of each micro-batch, computed before any weight moves."""
+
+    @abstractmethod
+    def score(self, batch: TrainBatch) -> dict[int, TokenScores]:
+        """What the model says of this rank's samples before it learns from them, by their index.
+
+        Of the ranks that share samples one has the answer.
+        """
 
     def start(self) -> StartInfo:
         """Joins the other ranks, builds the model and loads weights and optimizer state.

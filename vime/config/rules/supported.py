@@ -33,9 +33,4 @@ def not_yet(config: Config) -> Iterator[Violation]:
             yield Violation(f"{said} is not yet supported by this version{rest}", (name,))
 
 
-def critic(config: Config) -> Iterator[Violation]:
-    if config.algorithm.advantage_estimator == "ppo":
-        yield Violation("--advantage-estimator ppo is not yet supported by this version", ("advantage_estimator",))
-
-
-RULES = (not_yet, critic)
+RULES = (not_yet,)

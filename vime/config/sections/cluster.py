@@ -29,7 +29,8 @@ class Cluster:
     colocate: bool = flag(False, help="Trainer and engines take turns on the same slots.")
     offload: bool = flag(False, help="Both --offload-train and --offload-rollout.")
     offload_train: bool = derived(
-        "under --colocate or --offload", help="On GPUs: the trainer leaves the device while the engines generate."
+        "under --colocate, --colocate-critic or --offload",
+        help="On GPUs: a model leaves the device while engines generate or another model computes there.",
     )
     offload_rollout: bool = derived(
         "under --colocate or --offload", help="On GPUs: the engines leave the device while the trainer computes."

@@ -1,0 +1,47 @@
+"""Whole runs of PPO: a critic beside the actor, on the real stack."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import Run
+from vime.checkpoints import CRITIC
+
+pytestmark = pytest.mark.timeout(900)  # whole runs on a busy machine; each wait has a deadline of its own
+
+PPO = ["--advantage-estimator", "ppo", "--critic-lr", "1e-2", "--value-clip", "10"]
+KL = ["--kl-coef", "0.05", "--kl-loss-type", "k3"]
+
+
+def steps(run: Run) -> list[dict[str, Any]]:
+    return [row for row in run.rows() if "train/critic_loss" in row]
+
+
+def test_a_critic_on_a_slot_of_its_own_learns_first_and_then_both(flags: list[str], save: Path) -> None:
+    """The KL divergence to the reference is part of the reward, so that the critic needs what the actor says. Two steps
+    a rollout; in the first rollout the critic learns alone."""
+    reference = ["--ref-load", flags[flags.index("--hf-checkpoint") + 1]]
+    more = ["--num-steps-per-rollout", "2", "--num-critic-only-steps", "1", "--num-rollout", "2"]
+    with Run(save, *flags, *PPO, *KL, *reference, *more) as run:
+        run.finish()
+        run.assert_nothing_is_left()
+    rows = steps(run)
+    assert [(row["rollout_id"], row["step"]) for row in rows] == [(0, 1), (0, 2), (1, 3), (1, 4)]
+    alone, together = rows[:2], rows[2:]
+    assert not any("train/loss" in row for row in alone)
+    assert all(row["rollout/values"] == 0.0 for row in alone), "of both steps: values are those before the rollout"
+    assert all(row["rollout/values"] != 0.0 for row in together)
+    first = together[0]
+    assert first["train/ppo_kl"] == 0.0
+    assert first["train/train_rollout_logprob_abs_diff_max"] < 1e-4
+    assert rows[-1]["train/grad_norm"] > 0 and rows[-1]["train/critic_grad_norm"] > 0
+    assert {"perf/actor_train_time", "perf/critic_train_time"} <= rows[-1].keys()
+    checkpoint = save / "iter_0000001"
+    assert (checkpoint / "COMPLETE").exists() and (checkpoint / CRITIC / "metadata.json").exists()
+    shown = json.loads((save / "run_config.json").read_text())
+    assert shown["cluster"]["critic_num_gpus_per_node"]["value"] == 1
+    assert shown["critic"]["critic_lr"] == {"value": 0.01, "origin": "command line"}

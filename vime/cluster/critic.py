@@ -1,0 +1,55 @@
+"""The critic of a run: its processes, its devices, and its part of training and checkpoints."""
+
+from __future__ import annotations
+
+from vime.actor_critic import ActorCritic
+from vime.checkpoints import CheckpointStore
+from vime.cluster.actors import CriticActor
+from vime.cluster.checkpoints import CriticCheckpoints
+from vime.cluster.placement import Placement
+from vime.cluster.train_group import TrainGroup
+from vime.cluster.training_job import split
+from vime.cluster.turns import Guest, Turns
+from vime.config import Config
+from vime.config.roles import critic_config
+
+__all__ = ["Critic"]
+
+
+class Critic:
+    """Started once, stopped once.
+
+    Args:
+        turns: the actor, whose devices the critic shares under --colocate-critic.
+    """
+
+    def __init__(self, config: Config, placement: Placement, threads: int, turns: Turns) -> None:
+        self._config, self._turns = config, turns
+        own = critic_config(config)
+        self._group = TrainGroup(
+            own, placement.critic_rank, threads, lambda batch, dp_size: split(batch, dp_size, own), CriticActor
+        )
+        self.shares_devices = config.cluster.colocate_critic
+        self._model: TrainGroup | Guest = turns.guest(self._group) if self.shares_devices else self._group
+        save = config.critic.critic_save
+        self.checkpoints = CriticCheckpoints(self._model, None if save is None else CheckpointStore(save))
+
+    async def start(self) -> None:
+        """Builds and loads the model; on shared devices it then makes room for the actor."""
+        await self._group.start()
+        if isinstance(self._model, Guest):
+            await self._model.started()
+
+    def with_actor(self) -> ActorCritic:
+        """What the training loop trains."""
+        return ActorCritic(
+            self._turns,
+            self._model,
+            actor_scores=self._config.algorithm.kl_coef != 0,
+            critic_only=self._config.critic.num_critic_only_steps,
+            share_devices=self.shares_devices,
+        )
+
+    async def stop(self) -> None:
+        """Never raises."""
+        await self._group.stop()
