@@ -12,7 +12,7 @@ from vime.checkpoints import CRITIC, ResumePoint
 from vime.errors import UserError
 from vime.training.build import build_chunks
 from vime.training.checkpoint import load_weights
-from vime.training.estimates import advantages_of
+from vime.training.estimates import advantages_of, drop_not_finite
 from vime.training.forward import is_last_stage, outputs_of
 from vime.training.model_worker import Clock, ModelWorker, is_hf_folder, resume_point, some_checkpoint
 from vime.training.packing import MicroBatch
@@ -65,6 +65,7 @@ class CriticWorker(ModelWorker[Goal]):
             log_probs_t=scores.log_probs_t,
             ref_log_probs_t=scores.ref_log_probs_t,
         )
+        drop_not_finite(advantages, pack)
         return Goal(old_values_t=scores.values_t, returns_t=advantages + scores.values_t)
 
     def _resume_point(self) -> ResumePoint | None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 from torch import Tensor
 
 from vime.algorithms.advantages import AdvantageSettings, PackedSamples
 from vime.config.sections import Algorithm
+from vime.training.loss import not_finite
 from vime.training.packing import MicroBatch
 
-__all__ = ["advantages_of"]
+__all__ = ["advantages_of", "drop_not_finite"]
+
+logger = logging.getLogger(__name__)
 
 
 def advantages_of(
@@ -27,3 +32,18 @@ def advantages_of(
         gamma=algorithm.gamma, lambd=algorithm.lambd, kl_coef=algorithm.kl_coef, kl_kind=algorithm.kl_loss_type
     )
     return algorithm.estimator.advantages(samples, settings)
+
+
+def drop_not_finite(advantages_t: Tensor, pack: MicroBatch) -> int:
+    """Takes samples that have an advantage which is not finite out of training, in place; returns how many.
+
+    They keep their place in the denominators.
+    """
+    bad_n = not_finite(advantages_t, pack)
+    names = [index for index, bad in zip(pack.indices, bad_n.tolist(), strict=True) if bad]
+    if names:
+        logger.warning("sample %s: an advantage is not finite; not trained on", ", ".join(map(str, names)))
+        bad_t = bad_n.repeat_interleave(pack.lengths_n, output_size=len(advantages_t))
+        advantages_t.masked_fill_(bad_t, 0.0)
+        pack.mask_t.masked_fill_(bad_t, False)
+    return len(names)

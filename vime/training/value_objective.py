@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vime.algorithms import reduce
 from vime.algorithms.value_loss import value_loss
-from vime.training.loss import Partial
+from vime.training.loss import Partial, not_finite
 from vime.training.packing import MicroBatch
 from vime.training.value_model import values_of_chunk
 
@@ -47,7 +47,8 @@ class ValueObjective:
             _SQUARED_RETURNS: mean(given.returns_t.square()),
             _SQUARED_ERRORS: mean((given.returns_t - given.old_values_t).square()),
         }
-        return loss, Partial({name: value.detach() for name, value in sums.items()}, {})
+        parts = {name: value.detach() for name, value in sums.items()}
+        return loss, Partial(parts, {}, not_finite(found.loss_t.detach(), batch))
 
 
 def with_explained_variance(metrics: dict[str, float]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,9 +15,9 @@ from vime.algorithms import whitening
 from vime.checkpoints import ResumePoint
 from vime.training.build import build_chunks, precision_fields
 from vime.training.checkpoint import load_weights, save_megatron
-from vime.training.estimates import advantages_of
+from vime.training.estimates import advantages_of, drop_not_finite
 from vime.training.forward import is_last_stage, log_probs_of
-from vime.training.loss import Given, LossSettings, PolicyObjective, not_finite
+from vime.training.loss import Given, LossSettings, PolicyObjective
 from vime.training.model_worker import (
     Clock,
     ModelWorker,
@@ -42,8 +41,6 @@ from vime.weights.invitation import Invitation, SendReport
 from vime.weights.plan import WeightPlan
 
 __all__ = ["TrainWorker"]
-
-logger = logging.getLogger(__name__)
 
 REFERENCE = "ref"
 
@@ -238,21 +235,6 @@ class TrainWorker(ModelWorker[Given]):
             advantages_of(pack, algorithm, log_probs_t=old_log_probs, ref_log_probs_t=ref_log_probs)
             for pack, old_log_probs, ref_log_probs in zip(packs, old, ref, strict=True)
         ]
-
-
-def drop_not_finite(advantages_t: Tensor, pack: MicroBatch) -> int:
-    """Takes samples that have an advantage which is not finite out of training, in place; returns how many.
-
-    They keep their place in the denominators.
-    """
-    bad_n = not_finite(advantages_t, pack)
-    names = [index for index, bad in zip(pack.indices, bad_n.tolist(), strict=True) if bad]
-    if names:
-        logger.warning("sample %s: an advantage is not finite; not trained on", ", ".join(map(str, names)))
-        bad_t = bad_n.repeat_interleave(pack.lengths_n, output_size=len(advantages_t))
-        advantages_t.masked_fill_(bad_t, 0.0)
-        pack.mask_t.masked_fill_(bad_t, False)
-    return len(names)
 
 
 def _whitened(found: Sequence[Tensor], packs: Sequence[MicroBatch]) -> list[Tensor]:
