@@ -7,6 +7,7 @@ smaller one.
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def make_model(
     if family == "glm4_moe":  # the best of two groups of experts, and one that sees every token
         fields |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1}
         fields |= {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5}
-        fields |= {"use_qk_norm": True, "attention_bias": True}
+        fields |= {"use_qk_norm": True, "attention_bias": True, "num_nextn_predict_layers": 0}
     if family in (
         "deepseek_v3",
         "deepseek_v32",
@@ -148,3 +149,39 @@ def make_model(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)
+
+
+def add_mtp_layer(folder: Path, *, copies: bool = True, seed: int = 2) -> Path:
+    """Puts a random layer for multi-token prediction behind the decoder of a folder that ``make_model`` wrote.
+
+    transformers has no such layer. Names and shapes are those of DeepSeek-V3's and GLM-4.5's public folders; its
+    ordinary layer is like the last one of the decoder.
+
+    Args:
+        copies: whether the folder has embedding and output layer under the layer's name too, as public ones do.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((folder / "config.json").read_text())
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    tensors = load_file(folder / "model.safetensors")
+    dtype = tensors["model.norm.weight"].dtype
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(like: torch.Tensor) -> torch.Tensor:
+        around = 1.0 if like.dim() == 1 else 0.0
+        return (torch.randn(like.shape, generator=generator) * 0.1 + around).to(like.dtype)
+
+    last, name = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    added = {key.replace(last, name): drawn(tensor) for key, tensor in tensors.items() if key.startswith(last)}
+    added |= {f"{name}{key}.weight": drawn(torch.empty(hidden, dtype=dtype)) for key in ("enorm", "hnorm")}
+    added[f"{name}shared_head.norm.weight"] = drawn(torch.empty(hidden, dtype=dtype))
+    added[f"{name}eh_proj.weight"] = drawn(torch.empty(hidden, 2 * hidden, dtype=dtype))
+    if copies:
+        embedding = tensors["model.embed_tokens.weight"]
+        added[f"{name}embed_tokens.weight"] = embedding.clone()
+        added[f"{name}shared_head.head.weight"] = tensors.get("lm_head.weight", embedding).clone()
+    save_file(tensors | added, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}, indent=2))
+    return folder

@@ -41,6 +41,13 @@ RULES = {
     "--actor-num-gpus-per-node 8 --global-batch-size 4 --use-dynamic-batch-size --max-tokens-per-gpu 99": (
         "--global-batch-size 4 must be a multiple of the 8 data-parallel ranks (8 training slots / 1)"
     ),
+    # the layer for multi-token prediction
+    "--enable-mtp-training": "--enable-mtp-training needs --mtp-num-layers 1: the layer to train",
+    "--mtp-num-layers 2": "--mtp-num-layers 2: only a single layer, 1, can be part of the model",
+    "--mtp-num-layers 1": (
+        "--mtp-num-layers 1: the model has no such layer: {model}/config.json has no num_nextn_predict_layers"
+    ),
+    "--mtp-loss-scaling-factor -1": "--mtp-loss-scaling-factor must be at least 0, not -1.0",
     # numbers
     "--rollout-temperature 0": (
         "--rollout-temperature must be above 0, not 0.0 (log-probs are divided by it; --eval-temperature 0 evaluates "

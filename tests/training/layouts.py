@@ -6,6 +6,7 @@ table of a test module (see ``test_layouts.py``) with
 * ``family`` and ``overrides``, as ``tests.tiny.make_model`` takes them;
 * ``flags`` of vime for everything but the layout;
 * ``layouts``, by name, from ``LAYOUTS``; add one there where another combination is wanted;
+* ``mtp``, where the model is to have a layer for multi-token prediction;
 * ``tolerance``, where fp32's does not hold, with the reason;
 * ``around``, where something must be the same in all layouts that is not (the routes of a mixture of experts): a
   context in which a worker computes. It is entered with the worker and what the run on one process left (None in that
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from tests.tiny import make_model
+from tests.tiny import add_mtp_layer, make_model
 from tests.training.harness import DEADLINE_S, config_of, free_port, make_samples, on_ranks, started
 from vime.cluster.training_job import split
 from vime.config import Config
@@ -152,6 +153,7 @@ class Row:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     tolerance: Tolerance = FP32
     around: Around = nothing_around
+    mtp: bool = False  # the model has a layer for multi-token prediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,9 +389,9 @@ class Matrix:
         return self._alone[name]
 
     def _model(self, row: Row) -> tuple[Path, Path]:
-        key = repr((row.family, sorted(row.overrides.items())))
+        key = repr((row.family, row.mtp, sorted(row.overrides.items())))
         if key not in self._models:
             folders = [self._folder / f"{len(self._models)}-{seed}" for seed in (0, 1)]
             actor, reference = (make_model(each, row.family, seed=i, **row.overrides) for i, each in enumerate(folders))
-            self._models[key] = (actor, reference)
+            self._models[key] = (add_mtp_layer(actor), add_mtp_layer(reference)) if row.mtp else (actor, reference)
         return self._models[key]

@@ -24,7 +24,6 @@ _BY_TOPIC = {
     "weight updates": "update-weight-mode update-weight-transport update-weight-disk-dir update-weight-disk-keep-files "
     "update-weight-delta-encoding update-weight-delta-checksum update-weight-delta-local-checkpoint-dir "
     "custom-update-weight-post-write-path",
-    "draft models": "mtp-num-layers enable-mtp-training mtp-loss-scaling-factor",
 }
 
 UNIMPLEMENTED = frozenset(name for names in _BY_TOPIC.values() for name in names.split())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from vime.errors import UserError
 from vime.models.hf_config import HfConfig
 from vime.models.mla import latent_rules
 from vime.models.moe import mlp_rules, moe_rules
+from vime.models.mtp import mtp_rules
 from vime.models.rules import HfTensor, QkvInterleave, WeightRule
 from vime.models.shape import ModelShape
 
@@ -60,7 +62,7 @@ def read_decoder(
 
 
 def decoder_rules(shape: ModelShape, *, fused_gate_up: bool = False) -> Iterator[WeightRule]:
-    """All parameters, in the order in which HF numbers them: embedding, layers, last norm, output layer.
+    """All parameters, in the order in which HF numbers them: embedding, layers, last norm, output layer, MTP layers.
 
     ``fused_gate_up``: the family stores the gate and up projections of an MLP as one tensor, gate over up.
     """
@@ -73,8 +75,7 @@ def decoder_rules(shape: ModelShape, *, fused_gate_up: bool = False) -> Iterator
         copies=("output_layer.weight",) if shape.tie_word_embeddings else (),  # the last stage's, with PP > 1
     )
     for layer in range(shape.num_layers):
-        yield from _attention_rules(shape, layer)
-        yield from _mlp_rules(shape, layer, fused_gate_up)
+        yield from layer_rules(shape, f"decoder.layers.{layer}", layer, fused_gate_up=fused_gate_up)
     yield WeightRule(
         megatron="decoder.final_layernorm.weight", hf=(HfTensor("model.norm.weight", (shape.hidden_size,)),)
     )
@@ -83,16 +84,32 @@ def decoder_rules(shape: ModelShape, *, fused_gate_up: bool = False) -> Iterator
             megatron="output_layer.weight", hf=(HfTensor("lm_head.weight", vocabulary),), tp_dim=0, vocabulary=True
         )
 
+    for depth in range(shape.trained_mtp_layers):
+        names = f"mtp.layers.{depth}.transformer_layer", shape.num_layers + depth
+        yield from mtp_rules(shape, depth, layer_rules(shape, *names, fused_gate_up=fused_gate_up))
 
-def _attention_rules(shape: ModelShape, layer: int) -> Iterator[WeightRule]:
-    names = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
-    yield _norm_rule(shape, layer, "input_layernorm", "input_layernorm")
-    yield from (latent_rules if shape.mla else _grouped_query_rules)(shape, *names, layer)
+
+def layer_rules(shape: ModelShape, megatron: str, number: int, *, fused_gate_up: bool) -> Iterator[WeightRule]:
+    """One layer, which HF calls by its number; ``megatron`` is what the Megatron names begin with."""
+    hf = f"model.layers.{number}"
+    layer = number if number < shape.num_layers else None
+    norm = functools.partial(_norm_rule, shape, megatron, hf, layer)
+    yield norm("input_layernorm", "input_layernorm")
+    attention_rules = latent_rules if shape.mla else _grouped_query_rules
+    yield from attention_rules(shape, f"{megatron}.self_attention", f"{hf}.self_attn", layer)
     if shape.post_norms:
-        yield _norm_rule(shape, layer, "post_self_attn_layernorm", "post_self_attn_layernorm")
+        yield norm("post_self_attn_layernorm", "post_self_attn_layernorm")
+    yield norm("pre_mlp_layernorm", "post_attention_layernorm")
+    if shape.has_experts(number):
+        yield from moe_rules(shape, f"{megatron}.mlp", f"{hf}.mlp", layer)
+    else:
+        sizes = shape.hidden_size, shape.ffn_hidden_size
+        yield from mlp_rules(f"{megatron}.mlp", f"{hf}.mlp", *sizes, layer=layer, fused=fused_gate_up)
+    if shape.post_norms:
+        yield norm("post_mlp_layernorm", "post_mlp_layernorm")
 
 
-def _grouped_query_rules(shape: ModelShape, megatron: str, hf: str, layer: int) -> Iterator[WeightRule]:
+def _grouped_query_rules(shape: ModelShape, megatron: str, hf: str, layer: int | None) -> Iterator[WeightRule]:
     queries = shape.num_attention_heads * shape.kv_channels
     keys = shape.num_query_groups * shape.kv_channels
     rows = {"q": queries, "k": keys, "v": keys}
@@ -120,21 +137,6 @@ def _grouped_query_rules(shape: ModelShape, megatron: str, hf: str, layer: int) 
     yield WeightRule(megatron=f"{megatron}.linear_proj.weight", hf=(out,), tp_dim=1, layer=layer)
 
 
-def _mlp_rules(shape: ModelShape, layer: int, fused_gate_up: bool) -> Iterator[WeightRule]:
-    megatron, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
-    yield _norm_rule(shape, layer, "pre_mlp_layernorm", "post_attention_layernorm")
-    if shape.has_experts(layer):
-        yield from moe_rules(shape, megatron, hf, layer)
-    else:
-        sizes = shape.hidden_size, shape.ffn_hidden_size
-        yield from mlp_rules(megatron, hf, *sizes, layer=layer, fused=fused_gate_up)
-    if shape.post_norms:
-        yield _norm_rule(shape, layer, "post_mlp_layernorm", "post_mlp_layernorm")
-
-
-def _norm_rule(shape: ModelShape, layer: int, megatron: str, hf: str) -> WeightRule:
-    return WeightRule(
-        megatron=f"decoder.layers.{layer}.{megatron}.weight",
-        hf=(HfTensor(f"model.layers.{layer}.{hf}.weight", (shape.hidden_size,)),),
-        layer=layer,
-    )
+def _norm_rule(shape: ModelShape, megatron: str, hf: str, layer: int | None, ours: str, theirs: str) -> WeightRule:
+    norm = HfTensor(f"{hf}.{theirs}.weight", (shape.hidden_size,))
+    return WeightRule(megatron=f"{megatron}.{ours}.weight", hf=(norm,), layer=layer)

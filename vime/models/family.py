@@ -6,12 +6,13 @@ import functools
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from vime.errors import UserError
 from vime.models.hf_config import HfConfig
+from vime.models.mtp import copy_rules
 from vime.models.rules import HfTensor, WeightRule
 from vime.models.shape import ModelShape
 
@@ -56,15 +57,23 @@ def weight_map(shape: ModelShape) -> tuple[WeightRule, ...]:
     return tuple(families()[shape.architecture].rules(shape))
 
 
+def export_map(shape: ModelShape, names: Collection[str]) -> tuple[WeightRule, ...]:
+    """The rules of all that is written in the place of a folder with tensors of these ``names``."""
+    rules = weight_map(shape)
+    return (*rules, *copy_rules(shape, rules, names))
+
+
 def hf_tensors(shape: ModelShape) -> list[HfTensor]:
     """All tensors of the HF model, in HF order."""
     return [tensor for rule in weight_map(shape) for tensor in rule.hf]
 
 
 def is_carried(shape: ModelShape, name: str) -> bool:
-    """Whether an HF tensor is carried along: not trained, not sent to engines, and exported as the origin has it.
+    """Whether an HF tensor that has no rule is carried along: not trained, not sent to engines, and exported as the
+    origin has it.
 
-    So are the layers behind the last one, which predict further tokens, and what a family says.
+    So are the layers behind the last one, which predict further tokens, unless they are trained, and what a family
+    says.
     """
     layer, pattern = _LAYER.match(name), families()[shape.architecture].carries
     behind = layer is not None and int(layer[1]) >= shape.num_layers

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import psutil
 
 from vime.errors import UserError
-from vime.models.family import hf_tensors, is_carried
+from vime.models.family import export_map, hf_tensors, is_carried, weight_map
 from vime.models.fp8 import SCALE_SUFFIX, block_of, dequantised
-from vime.models.rules import HfTensor
+from vime.models.rules import HfTensor, WeightRule
 from vime.models.safetensors_file import SafetensorsFile, write_safetensors
 from vime.models.shape import ModelShape
 
@@ -99,15 +99,20 @@ class HfWeights:
         """Raises a UserError unless the folder has the tensors of this model."""
         self.check(hf_tensors(shape), ignorable=self._ignorable(shape))
 
+    def export_map(self, shape: ModelShape) -> tuple[WeightRule, ...]:
+        """The rules of what is written in place of this folder: where it has a copy of a tensor, so has the other."""
+        return export_map(shape, self.names)
+
     def carried(self, shape: ModelShape) -> list[HfTensor]:
         """What is there besides the model's own tensors and goes from one folder to the next as it is."""
-        own = {tensor.name for tensor in hf_tensors(shape)}
+        own = {tensor.name for rule in self.export_map(shape) for tensor in rule.hf}
         names = sorted(name for name in self.names if name not in own and is_carried(shape, name))
         return [HfTensor(name, self.shape(name), self.dtype(name)) for name in names]
 
     def _ignorable(self, shape: ModelShape) -> list[str]:
-        """A written copy of a tied output layer, and what is carried."""
+        """Written copies of other tensors, and what is carried."""
         copies = ["lm_head.weight"] if shape.tie_word_embeddings else []
+        copies += [tensor.name for rule in self.export_map(shape) for tensor in rule.hf]
         return copies + [tensor.name for tensor in self.carried(shape)]
 
     def check(self, expected: Sequence[HfTensor], *, ignorable: Collection[str] = ()) -> None:
@@ -178,14 +183,15 @@ def write_hf_folder(
         write_all_but_weights(work, origin=origin, plan=plan, dtype=dtype)
 
 
-def carried_tensors(origin: Path, shape: ModelShape) -> list[HfTensor]:
-    """The tensors that an exported folder gets from ``origin`` (see ``is_carried``); none if no weights are there."""
+def export_plan(origin: Path, shape: ModelShape) -> tuple[tuple[WeightRule, ...], list[HfTensor]]:
+    """What an exported folder has: the rules of what comes from the model, and the tensors that it gets from ``origin``
+    (see ``is_carried``); none of these if no weights are there."""
     if not any((origin / name).is_file() for name in (INDEX_NAME, SINGLE_NAME)):
         if shape.num_mtp_layers or shape.longest_exact_context is not None:
             logger.warning("%s has no weights: layers that are not trained are missing in the export", origin)
-        return []
+        return weight_map(shape), []
     with HfWeights(origin) as weights:
-        return weights.carried(shape)
+        return weights.export_map(shape), weights.carried(shape)
 
 
 def read_carried(origin: Path, tensors: Sequence[HfTensor]) -> Iterator[tuple[str, Tensor]]:

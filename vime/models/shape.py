@@ -130,6 +130,7 @@ class ModelShape:
     moe: MoeShape | None = None
     mla: MlaShape | None = None
     num_mtp_layers: int = 0  # layers that predict further tokens (multi-token prediction), behind the decoder
+    trained_mtp_layers: int = 0  # those of them that are part of the model here; the others are carried along
     longest_exact_context: int | None = None  # beyond it sparse attention would differ from dense; None: never
     dtype: str = "bfloat16"  # of the HF weights, as config.json says
 

@@ -92,6 +92,8 @@ _TRAIN = _family(
         ("kl_loss", "nats", "Estimate of the KL divergence from the reference model, before its coefficient."),
         ("log_ratio_clamped", "share", "Trained tokens whose log-ratio left the range of ±20."),
         ("grad_norm", "", "Norm of the gradient before clipping."),
+        ("mtp_loss", "nats", "Mean -log q of the layer for multi-token prediction, trained beside the policy."),
+        ("mtp_grad_norm", "", "Norm of that layer's gradient before clipping, which the policy's leaves out."),
         ("nonfinite_samples", "samples", "Samples left out because their advantages are not finite."),
         ("skipped_steps", "steps", "Optimizer steps left out because the gradient was not finite."),
         ("lr", "", "Learning rate."),

@@ -30,10 +30,11 @@ from vime.platform import current
 from vime.platform.megatron_adam import use_adam
 from vime.platform.megatron_wgrad import use_accumulating_products
 from vime.training.layers.moe import Router
+from vime.training.layers.mtp import DraftBlock
 from vime.training.layers.rope import Rope
-from vime.training.layers.spec import Modules, decoder_spec, modules
+from vime.training.layers.spec import Modules, decoder_spec, layer_spec, modules
 from vime.training.model import PolicyModel
-from vime.training.optimizer import GroupAdam
+from vime.training.optimizer import GroupAdam, draft_groups
 
 BuildModel = Callable[[bool, bool, int | None], Any]
 """(first stage, last stage, virtual stage) → a chunk of the model, not wrapped yet."""
@@ -145,6 +146,7 @@ def _stage_builder(
         fields["position_embedding_type"] = "none"
 
     def build(pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
+        drafts = post_process and shape.trained_mtp_layers > 0
         model = kind(
             megatron,
             decoder_spec(shape, megatron, blocks, vp_stage),
@@ -154,6 +156,7 @@ def _stage_builder(
             pre_process=pre_process,
             post_process=post_process,
             vp_stage=vp_stage,
+            **({"draft": _draft_block(shape, megatron, blocks, vp_stage)} if drafts else {}),
             **fields,
         )
         model.tokens_in_vocabulary = shape.vocab_size
@@ -177,6 +180,11 @@ def _build_chunk(
         if isinstance(module, Router):
             module.keep_float32()
     return wrapped
+
+
+def _draft_block(shape: ModelShape, megatron: TransformerConfig, blocks: Modules, vp_stage: int | None) -> DraftBlock:
+    layer = layer_spec(shape, megatron, blocks, has_experts=shape.has_experts(shape.num_layers))
+    return DraftBlock(megatron, layer, blocks.norm, vp_stage)
 
 
 def _tell_experts_apart(model: GPTModel, config: Config) -> None:
@@ -236,7 +244,8 @@ def build_optimizer(chunks: list[Any], config: Config) -> Any:
         "use_distributed_optimizer": config.parallel.use_distributed_optimizer,
     }
     settings = OptimizerConfig(**fields | _fields_of(OptimizerConfig, config.megatron, fields))
-    optimizer = get_megatron_optimizer(settings, chunks, config_overrides=get_standard_config_overrides(settings))
+    groups = get_standard_config_overrides(settings) | draft_groups()
+    optimizer = get_megatron_optimizer(settings, chunks, config_overrides=groups)
     for chunk in chunks:
         chunk.config.grad_scale_func = optimizer.scale_loss
     return optimizer

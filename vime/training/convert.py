@@ -20,12 +20,12 @@ from vime.config.parse import resolve
 from vime.config.reading import read
 from vime.config.rules import files, layout, model
 from vime.errors import UserError, check_same_model
-from vime.models import HfTensor, ModelShape, WeightRule, hf_tensors, load_shape, weight_map
+from vime.models import HfTensor, ModelShape, WeightRule, load_shape, weight_map
 from vime.models.hf_folder import (
     HfWeights,
     bytes_of,
-    carried_tensors,
     check_replaceable,
+    export_plan,
     new_model_folder,
     read_carried,
     shards_of,
@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 
 __all__ = ["hf_to_torch_dist", "torch_dist_to_hf"]
 
-RULES = (files.hf_checkpoint, layout.precision, model.matches_config_json)
+RULES = (files.hf_checkpoint, layout.precision, model.matches_config_json, model.draft_layers)
 PRECISION_FLAGS = {"bfloat16": "--bf16", "float16": "--fp16", "float32": "--fp32"}
 EMBEDDING = "embedding.word_embeddings.weight"
+MTP = "mtp.layers.0.enorm.weight"
 CONVERTED = 0  # the iteration under which converted weights are stored
 COMMON = {"content_metadata": {"optimizer": False, "scheduler": False}}  # see vime.training.checkpoint
 
@@ -53,7 +54,8 @@ T = TypeVar("T")
 def hf_to_torch_dist(argv: Sequence[str]) -> Path:
     """``MODEL_ARGS --hf-checkpoint HF --save ROOT``: writes a checkpoint of weights only and returns its folder.
 
-    The dtype is that of the HF weights unless a precision flag is given. Collective.
+    A layer for multi-token prediction is in it with --mtp-num-layers 1. The dtype is that of the HF weights unless a
+    precision flag is given. Collective.
 
     Raises:
         UserError: flags are wrong or differ from config.json, the weights do not fit, or ROOT has a run's checkpoints.
@@ -66,7 +68,7 @@ def hf_to_torch_dist(argv: Sequence[str]) -> Path:
     from vime.models.torch_dist import TorchDistWriter, finish, place_of
     from vime.training.torchrun import torchrun_ranks
 
-    shape = load_shape(config.checkpoint.hf_checkpoint)
+    shape = _with_mtp(load_shape(config.checkpoint.hf_checkpoint), config.algorithm.mtp_num_layers or 0)
     with torchrun_ranks(_timeout(config)) as ranks, HfWeights(Path(config.checkpoint.hf_checkpoint)) as weights:
         weights.check_model(shape)
         work = ranks.from_first(store.begin(CONVERTED) if ranks.first else None)
@@ -92,7 +94,7 @@ def torch_dist_to_hf(
     """Writes the weights of one checkpoint, in the dtype in which they are there, as an HF folder. Collective.
 
     Args:
-        origin_hf_dir: where config.json, the tokenizer and layers that are not trained come from.
+        origin_hf_dir: where config.json, the tokenizer and what the checkpoint does not have come from.
         vocab_size: rows of embedding and output layer to keep, if not those of the origin's config.json.
         flags: MODEL_ARGS.
 
@@ -108,9 +110,10 @@ def torch_dist_to_hf(
     shape = _with_vocabulary(load_shape(origin_hf_dir), reader, vocab_size)
     dtype = str(reader.dtype(EMBEDDING)).removeprefix("torch.")
     config = _config(["--hf-checkpoint", str(origin_hf_dir), PRECISION_FLAGS[dtype], *flags])
+    shape = _with_mtp(shape, config.algorithm.mtp_num_layers or (shape.num_mtp_layers if MTP in reader else 0))
     _check_fits(reader, shape)
-    carried = carried_tensors(origin_hf_dir, shape)
-    plan = [*hf_tensors(shape), *carried]
+    rules, carried = export_plan(origin_hf_dir, shape)
+    plan = [*(tensor for rule in rules for tensor in rule.hf), *carried]
     shards = shards_of(plan, dtype)
     with torchrun_ranks(_timeout(config)) as ranks:
         mine = shards[ranks.rank :: ranks.size]
@@ -121,7 +124,7 @@ def torch_dist_to_hf(
             with _progress(ranks.rank, len(tensors), total) as progress:
                 for shard in mine:
                     trained = _taken_apart(
-                        reader, (t for t in shard.tensors if t not in carried), shape, dtype, progress
+                        reader, (t for t in shard.tensors if t not in carried), rules, shape, dtype, progress
                     )
                     rest = read_carried(origin_hf_dir, [t for t in shard.tensors if t in carried])
                     write_shard(work, shard, chain(trained, rest), dtype)
@@ -187,16 +190,21 @@ def _merged(weights: HfWeights, rule: WeightRule, config: Config) -> Tensor:
 
 
 def _taken_apart(
-    reader: TorchDistReader, tensors: Iterable[HfTensor], shape: ModelShape, dtype: str, progress: ByteProgress
+    reader: TorchDistReader,
+    tensors: Iterable[HfTensor],
+    rules: Sequence[WeightRule],
+    shape: ModelShape,
+    dtype: str,
+    progress: ByteProgress,
 ) -> Iterator[tuple[str, Tensor]]:
     """HF tensors, each read when it is asked for; those of one parameter share one reading."""
     import torch
 
-    rules = {tensor.name: rule for rule in weight_map(shape) for tensor in rule.hf}
+    by_name = {tensor.name: rule for rule in rules for tensor in rule.hf}
     last: WeightRule | None = None
     parts: dict[str, Tensor] = {}
     for tensor in tensors:
-        rule = rules[tensor.name]
+        rule = by_name[tensor.name]
         if rule is not last:
             place = reader.find(rule.megatron, shape)
             assert place is not None, rule.megatron
@@ -240,6 +248,10 @@ def _check_is_one_checkpoint(input_dir: Path) -> None:
     if inside or (input_dir / TRACKER).is_file():
         there = ", ".join(inside) or "none is there"
         raise UserError(f"--input-dir {input_dir} is a root; name one of its checkpoints: {there}")
+
+
+def _with_mtp(shape: ModelShape, layers: int) -> ModelShape:
+    return dataclasses.replace(shape, trained_mtp_layers=layers)
 
 
 def _with_vocabulary(shape: ModelShape, reader: TorchDistReader, vocab_size: int | None) -> ModelShape:

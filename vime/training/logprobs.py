@@ -99,7 +99,7 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, d_log_probs: Tensor | None, d_entropy: Tensor | None
-    ) -> tuple[Tensor, Tensor, None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, targets, entropy, log_sums = ctx.saved_tensors
         rows = weight[: ctx.vocabulary.size]
         softmax = _softmax(len(hidden), ctx.vocabulary, ctx.scale, hidden.device)
@@ -111,7 +111,10 @@ class _Head(torch.autograd.Function):
             gradients = (None if g is None else g[block] for g in (d_log_probs, d_entropy))
             softmax.to_gradient_(logits, targets[block], log_sums[block], entropy[block], *gradients)
             torch.mm(logits, rows, out=d_hidden[block])
-            d_rows = _add_product(d_rows, logits, hidden[block])
+            if ctx.needs_input_grad[1]:
+                d_rows = _add_product(d_rows, logits, hidden[block])
+        if not ctx.needs_input_grad[1]:
+            return d_hidden, None, None, None, None
         if d_rows is None:  # a context-parallel rank may have no response token to predict
             return d_hidden, torch.zeros_like(weight), None, None, None
         d_weight = d_rows.to(weight.dtype)

@@ -1,4 +1,7 @@
-"""Megatron's GPT model whose last stage answers with log-probabilities instead of logits."""
+"""Megatron's GPT model whose last stage answers with log-probabilities instead of logits.
+
+Where a draft layer is trained (``layers/mtp.py``), it is part of the model and answers as well.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,11 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from vime.training.layers.context import assemble
+from vime.training.layers.mtp import DraftBlock, embedded
 from vime.training.logprobs import TokenLogProbs, Vocabulary, token_log_probs
 from vime.training.packing import MicroBatch
 
-__all__ = ["PolicyModel", "Question", "answer_of", "pick", "run"]
+__all__ = ["PolicyModel", "Question", "answer_of", "draft_of", "pick", "run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,7 @@ class Question:
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """A causal language model. Its last pipeline stage returns log-probability and entropy, stacked: float32 [2, T].
+    A third row has the log-probability that the draft layer gives, if there is one and gradients are wanted.
 
     Under context parallelism each rank computes those of the tokens that it predicts, and every rank returns all.
 
@@ -40,22 +45,62 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     """
 
     tokens_in_vocabulary: int  # without the rows that only pad
+    lent_embedding: Tensor | None = None  # of the first pipeline stage, as long as the draft layer needs it
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, draft: DraftBlock | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.post_process:
             self.output_layer.forward = self._answer
+        self._drafts = draft is not None
+        if draft is not None:
+            self.mtp = draft  # where there is one: Megatron's schedules ask whether the attribute exists
 
     def _postprocess(self, hidden_states: Tensor, labels: Question, **_: Any) -> Tensor:
         """Megatron hands the output of the decoder [L, 1, H] to this method, and ``labels`` as they were given."""
         if not self.post_process:
             return hidden_states
+        whole = self._whole(hidden_states)
+        answer: Tensor = self.output_layer(pick(whole, labels.batch.predictors_p), labels)
+        if not self._drafts or not torch.is_grad_enabled():
+            return answer
+        return torch.cat((answer, self._draft(hidden_states.detach(), labels)))
+
+    def _whole(self, hidden_x1h: Tensor) -> Tensor:
+        """All tokens of this rank, [L, H], for the output layer; backward adds up what tensor-parallel ranks make."""
         if self.config.sequence_parallel:
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
+            gathered = gather_from_sequence_parallel_region(hidden_x1h, tensor_parallel_output_grad=True)
         else:
-            hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
-        answer: Tensor = self.output_layer(pick(hidden_states.squeeze(1), labels.batch.predictors_p), labels)
-        return answer
+            gathered = copy_to_tensor_model_parallel_region(hidden_x1h)
+        whole: Tensor = gathered.squeeze(1)
+        return whole
+
+    def _draft(self, hidden_x1h: Tensor, question: Question) -> Tensor:
+        """What the draft layer gives the response tokens, [1, T]; 0 for those that it cannot predict."""
+        batch, ahead = question.batch, question.batch.ahead
+        assert ahead is not None, "the packer knows of the draft layer"
+        rows = self._embedding_rows()
+        following = embedded(ahead.following_l, rows, sequence_parallel=self.config.sequence_parallel)
+        hidden = pick(self._whole(self.mtp(hidden_x1h, following, batch.segments)), ahead.predictors_p)
+        weight = self.output_weight().detach()
+        log_probs, _ = token_log_probs(
+            hidden,
+            weight,
+            batch.targets_t[ahead.predicted_p],
+            self._vocabulary(len(weight)),
+            temperature=question.temperature,
+        )
+        part = batch.segments.part
+        return assemble(log_probs[None], ahead.predicted_p, len(batch.targets_t), None if part is None else part.group)
+
+    def _embedding_rows(self) -> Tensor:
+        """The rows of the embedding on this rank, [V, H], to be read only."""
+        if self.share_embeddings_and_output_weights:
+            return self.output_weight().detach()
+        if self.pre_process:
+            rows: Tensor = self.embedding.word_embeddings.weight
+            return rows.detach()
+        assert self.lent_embedding is not None, "the first stage lends its embedding before a training step"
+        return self.lent_embedding
 
     def _answer(self, hidden_ph: Tensor, question: Question) -> Tensor:
         batch, own = question.batch, question.batch.predicted_p
@@ -112,5 +157,10 @@ def run(chunk: Any, batch: MicroBatch, temperature: float, *, entropy_gradient: 
 
 
 def answer_of(output: Tensor) -> TokenLogProbs:
-    """What the last stage returned, by name."""
-    return TokenLogProbs(*output.unbind(0))
+    """What the last stage returned of the policy, by name."""
+    return TokenLogProbs(output[0], output[1])
+
+
+def draft_of(output: Tensor) -> Tensor:
+    """The log-probabilities that the draft layer gave the response tokens, float32 [T] with gradient."""
+    return output[2]

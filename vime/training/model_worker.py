@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from vime.checkpoints import CheckpointStore, ResumePoint
 from vime.config import Config
 from vime.errors import UserError
-from vime.models import load_shape
+from vime.models import ModelShape, load_shape
 from vime.platform import current
 from vime.training.build import build_optimizer, build_scheduler, make_rope, precision_fields
 from vime.training.checkpoint import load_megatron, save_megatron
@@ -58,6 +58,10 @@ class ModelWorker(ABC, Generic[G]):
     def _objective(self) -> Objective[G]:
         """What a step minimises."""
 
+    def _prepared(self) -> AbstractContextManager[None]:
+        """Inside, the passes of a step have what they need."""
+        return nullcontext()
+
     @abstractmethod
     def _resume_point(self) -> ResumePoint | None:
         """The checkpoint to go on from, if there is one."""
@@ -91,7 +95,7 @@ class ModelWorker(ABC, Generic[G]):
         self._hooks = TrainHooks(config, self.role)
         self._device = connect(config, **self._place)  # type: ignore[arg-type]
         self._hooks.connected()
-        self.shape = load_shape(config.checkpoint.hf_checkpoint)
+        self.shape = self._shape()
         self.chunks = self._build()
         resume = self._load_all()
         self._offloader = Offloader(self.chunks, self.optimizer)
@@ -102,6 +106,7 @@ class ModelWorker(ABC, Generic[G]):
             scheduler=self.scheduler,
             objective=self._objective(),
             prefix=self.metrics_prefix,
+            prepared=self._prepared,
         )
         return self._start_info(resume)
 
@@ -161,15 +166,20 @@ class ModelWorker(ABC, Generic[G]):
             load_megatron(resume.directory, self.chunks, self.optimizer, self.scheduler)
         return resume
 
+    def _shape(self) -> ModelShape:
+        return load_shape(self.config.checkpoint.hf_checkpoint)
+
     def _make_packer(self) -> Packer:
-        rope, part = make_rope(self.shape, self.config), context_part()
+        rope, part, drafts = make_rope(self.shape, self.config), context_part(), self.shape.trained_mtp_layers > 0
+        shares = rope is not None and part is None and not drafts  # only our attention knows branches
         return Packer(
             device=self._device,
             dtype=precision_fields(self.config)["params_dtype"],
             rope=rope,
             multiple=pack_multiple(self.config.parallel),
-            tree_tokens=0 if rope is None or part is not None else tree_tokens(),  # only our attention knows branches
+            tree_tokens=tree_tokens() if shares else 0,
             part=part,
+            ahead=drafts,
         )
 
     def _packs(self, batch: TrainBatch) -> list[list[MicroBatch]]:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from megatron.core.optimizer.optimizer_config import ParamKey
 from torch import Tensor
 
-__all__ = ["GroupAdam"]
+__all__ = ["GroupAdam", "draft_groups", "is_draft"]
+
+DRAFT_MARK = "is_decoupled_lr"
+"""Parameter groups are the same in a checkpoint if they are in these marks of Megatron's. It reads this one nowhere."""
+
+
+def draft_groups() -> dict[ParamKey, dict[str, bool]]:
+    """What makes Megatron put the parameters of the draft layer into groups of their own."""
+    return {ParamKey(name="*mtp.layers.*"): {DRAFT_MARK: True}}
+
+
+def is_draft(group: Mapping[str, Any]) -> bool:
+    """Whether a parameter group is one of the draft layer's."""
+    return bool(group[DRAFT_MARK])
 
 
 class GroupAdam(torch.optim.Optimizer):

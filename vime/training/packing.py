@@ -25,7 +25,19 @@ from vime.training.layers.rope import Rope
 from vime.training.layers.segments import Segments, Tree
 from vime.types import InvalidSample, TrainSample, WeightVersion
 
-__all__ = ["MicroBatch", "PackedScores", "Packer"]
+__all__ = ["Ahead", "MicroBatch", "PackedScores", "Packer"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Ahead:
+    """What the draft layer needs besides: it predicts response tokens from the token before the one before.
+
+    A response token right after a prompt of one token has none, and is not predicted.
+    """
+
+    following_l: Tensor  # int64, the token of the same sample after each one of the pack; of what fills, any
+    predictors_p: Tensor  # int64, the place on this rank from which each of its response tokens is predicted
+    predicted_p: Tensor  # int64, which of the response tokens those are
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -45,6 +57,7 @@ class MicroBatch:
     indices: tuple[int, ...]  # of the samples
     newest_version: WeightVersion | None  # of the weights that sampled a token; None where nobody knows
     scores: PackedScores
+    ahead: Ahead | None = None  # where a draft layer is trained
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -66,6 +79,7 @@ class Packer:
     multiple: int = 1  # packs are filled up to a multiple of this, by a segment that nobody looks at
     tree_tokens: int = 0  # samples share a prompt as long as the segment has no more tokens; 0: never
     part: ContextPart | None = None  # under context parallelism, which excludes shared prompts
+    ahead: bool = False  # a draft layer is trained, which excludes shared prompts: what follows one is not one token
 
     def pack(self, samples: Sequence[TrainSample]) -> MicroBatch:
         """The samples as one micro-batch.
@@ -80,15 +94,16 @@ class Packer:
         tokens, positions = (self._part(torch.tensor(x)) for x in (layout.tokens, layout.positions))
         segments = Segments.of(tuple(layout.trees), self.device, self.part)
         segments.rope = None if self.rope is None else self.rope.table(positions, self.dtype)
-        predictors = [p for i in range(len(samples)) for p in layout.predictors[i]]
-        predictors_p, predicted_p = self._predictions(torch.tensor(predictors), total=len(layout.tokens))
+        predictors_t = torch.tensor([p for i in range(len(samples)) for p in layout.predictors[i]])
+        targets_t = torch.tensor([token for sample in samples for token in _response(sample)])
+        predictors_p, predicted_p = self._predictions(predictors_t, total=len(layout.tokens))
         return MicroBatch(
             tokens_l=tokens,
             positions_l=positions,
             segments=segments,
             predictors_p=predictors_p,
             predicted_p=predicted_p,
-            targets_t=self._integers([token for sample in samples for token in _response(sample)]),
+            targets_t=targets_t.to(self.device),
             mask_t=self._integers([bit for sample in samples for bit in sample.loss_mask]).bool(),
             lengths_n=self._integers([sample.response_length for sample in samples]),
             rewards_n=self._floats([sample.reward for sample in samples]),
@@ -100,6 +115,7 @@ class Packer:
             ),
             indices=tuple(sample.index for sample in samples),
             newest_version=max((version for s in samples for version in s.weight_versions), default=None),
+            ahead=self._ahead(layout, predictors_t, targets_t) if self.ahead else None,
         )
 
     def _sharing(self, samples: Sequence[TrainSample]) -> Iterator[list[int]]:
@@ -130,6 +146,18 @@ class Packer:
         places_t = place_l[predictors_t]
         predicted = (places_t >= 0).nonzero().squeeze(1)
         return places_t[predicted].to(self.device), predicted.to(self.device)
+
+    def _ahead(self, layout: _Layout, predictors_t: Tensor, targets_t: Tensor) -> Ahead:
+        """Made of the whole pack and then cut, so that what follows the last token of a part is right as well."""
+        following = torch.tensor([*layout.tokens[1:], 0])
+        following[predictors_t] = targets_t  # a sample's last token is not part of the pack
+        (predicted,) = (torch.tensor(layout.positions)[predictors_t] > 0).nonzero(as_tuple=True)
+        predictors_p, which = self._predictions(predictors_t[predicted] - 1, total=len(layout.tokens))
+        return Ahead(
+            following_l=self._part(following),
+            predictors_p=predictors_p,
+            predicted_p=predicted.to(self.device) if which is None else predicted.to(self.device)[which],
+        )
 
     def _optional(self, values: Sequence[tuple[float, ...] | None]) -> Tensor | None:
         """Float32 [t]; None when a sample has none."""

@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from vime.algorithms import reduce
 from vime.training.forward import run_schedule
 from vime.training.loss import Partial
+from vime.training.optimizer import is_draft
 from vime.training.packing import MicroBatch
 from vime.types import TrainStep
 
@@ -54,6 +58,7 @@ class Learner(Generic[G]):
     scheduler: Any
     objective: Objective[G]
     prefix: str = "train/"  # of the names of its metrics
+    prepared: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, passes have what they need; collective
 
     def step(self, work: Sequence[tuple[MicroBatch, G]], step: TrainStep, *, name: str = "a step") -> dict[str, float]:
         """One update from this rank's micro-batches; every rank returns the metrics of the whole step.
@@ -64,17 +69,18 @@ class Learner(Generic[G]):
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        parts = run_schedule(self.chunks, work, self._forward(step, len(work)), forward_only=False)
+        with self.prepared():
+            parts = run_schedule(self.chunks, work, self._forward(step, len(work)), forward_only=False)
         metrics = total(parts)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        updated, norm = apply_gradients(self.optimizer)
+        updated, norms = apply_gradients(self.optimizer)
         if updated:
             self.scheduler.step(increment=1)
         else:
             loss, suspects = metrics.get(f"{self.prefix}loss"), _suspects(work, parts)
-            logger.warning("%s skipped: loss %s, gradient norm %s%s", name, loss, norm, suspects)
+            logger.warning("%s skipped: loss %s, gradient norm %s%s", name, loss, norms["grad_norm"], suspects)
         return metrics | {
-            f"{self.prefix}grad_norm": norm,
+            **{f"{self.prefix}{each}": norm for each, norm in norms.items()},
             f"{self.prefix}lr": learning_rate,
             f"{self.prefix}skipped_steps": float(not updated),
         }
@@ -130,21 +136,48 @@ def gather_parameters(chunks: Sequence[Any]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def apply_gradients(optimizer: Any) -> tuple[bool, float]:
+def apply_gradients(optimizer: Any) -> tuple[bool, dict[str, float]]:
     """Clips by the global norm and updates, unless the norm is not finite. Returns whether it did, and the norm before.
+
+    A draft layer has a norm of its own, by which it alone is clipped: it shall not shorten the steps of the policy.
 
     Megatron's own ``step`` would update with NaN: it looks for it only when it scales the loss.
     """
+    drafts = any(is_draft(group) for part in optimizer.chained_optimizers for group in _groups(part))
+    names = {False: "grad_norm"} | ({True: "mtp_grad_norm"} if drafts else {})
     if optimizer.prepare_grads():
-        return False, math.nan  # float16: the scaled loss overflowed, and the scale has been lowered
-    norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(norm):
-        return False, norm
+        return False, dict.fromkeys(names.values(), math.nan)  # float16: overflowed, and the scale has been lowered
+    norms = {name: _norm(optimizer, draft=draft) for draft, name in names.items()}
+    if not all(map(math.isfinite, norms.values())):
+        return False, norms
     for part in optimizer.chained_optimizers:
-        parameters = part.get_parameters()
-        if parameters and part.config.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
-    return bool(optimizer.step_with_ready_grads()), norm
+        for group in _groups(part) if part.config.clip_grad > 0 else ():
+            norm = norms[names[is_draft(group)]]
+            clip_grad_by_total_norm_fp32(group["params"], max_norm=part.config.clip_grad, total_norm=norm)
+    return bool(optimizer.step_with_ready_grads()), norms
+
+
+def _norm(optimizer: Any, *, draft: bool) -> float:
+    """Of the gradients of the draft layer or of all others, over all ranks. Each counts once: see Megatron's
+    ``MegatronOptimizer.get_main_grads_for_grad_norm``."""
+    square = 0.0
+    for part in optimizer.chained_optimizers:
+        gradients = [
+            p.grad
+            for group in _groups(part)
+            if is_draft(group) is draft
+            for p in group["params"]
+            if p.grad is not None
+            and param_is_not_shared(p)
+            and param_is_not_tensor_parallel_duplicate(p, getattr(part, "tp_group", None))
+        ]
+        square += get_grad_norm_fp32(gradients, grad_stats_parallel_group=part.get_grad_stats_parallel_group()) ** 2
+    return math.sqrt(square)
+
+
+def _groups(part: Any) -> Sequence[dict[str, Any]]:
+    """The parameter groups of one of Megatron's optimizers; none where all parameters are frozen."""
+    return getattr(part.optimizer, "param_groups", ())
 
 
 def total(parts: Sequence[Partial]) -> dict[str, float]:

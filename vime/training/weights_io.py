@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vime.errors import UserError
 from vime.models import HfTensor, ModelShape, WeightRule, hf_tensors, weight_map
-from vime.models.hf_folder import HfWeights, carried_tensors, check_replaceable, read_carried, write_hf_folder
+from vime.models.hf_folder import HfWeights, check_replaceable, export_plan, read_carried, write_hf_folder
 from vime.training.gathering import gather
 
 _LOCAL_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -59,15 +59,20 @@ def load_hf_weights(
 
 
 @torch.no_grad()
-def hf_weights(model_chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+def hf_weights(
+    model_chunks: Sequence[Any], shape: ModelShape, rules: Sequence[WeightRule] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yields every tensor under its HF name, whole and in the dtype that the model has it in, on global rank 0.
 
     Collective: all ranks must run it to its end (``drain``), though the others get no items. Without parallelism the
     tensors are views of the live parameters, so copy what must outlive the next training step.
+
+    Args:
+        rules: of what to yield, the same on all ranks; the whole model unless they are given.
     """
     parameters = global_parameters(model_chunks)
     experts = 0 if shape.moe is None else shape.moe.num_experts
-    yield from gather(parameters, weight_map(shape), experts, dtype_of(model_chunks))
+    yield from gather(parameters, rules or weight_map(shape), experts, dtype_of(model_chunks))
 
 
 def drain(weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -86,11 +91,12 @@ def save_hf(directory: Path | str, model_chunks: Sequence[Any], shape: ModelShap
     """
     directory, origin = Path(directory), Path(origin_hf_dir)
     check_replaceable(directory, origin)
-    weights = hf_weights(model_chunks, shape)
+    rules, carried = export_plan(origin, shape)
+    weights = hf_weights(model_chunks, shape, rules)
     if dist.get_rank() == 0:
         name = str(dtype_of(model_chunks)).removeprefix("torch.")
-        carried = carried_tensors(origin, shape)
-        plan, tensors = [*hf_tensors(shape), *carried], itertools.chain(weights, read_carried(origin, carried))
+        plan = [*(tensor for rule in rules for tensor in rule.hf), *carried]
+        tensors = itertools.chain(weights, read_carried(origin, carried))
         write_hf_folder(directory, origin=origin, plan=plan, tensors=tensors, dtype=name)
     else:
         drain(weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from vime.algorithms import whitening
 from vime.checkpoints import ResumePoint
+from vime.models import ModelShape
 from vime.training.build import build_chunks, precision_fields
 from vime.training.checkpoint import load_weights, save_megatron
+from vime.training.draft import DraftObjective, embedding_lent
 from vime.training.estimates import advantages_of, drop_not_finite
 from vime.training.forward import is_last_stage, log_probs_of
 from vime.training.loss import Given, LossSettings, PolicyObjective
@@ -130,8 +133,20 @@ class TrainWorker(ModelWorker[Given]):
         self._outlet = WeightOutlet(chunks, self.shape, precision_fields(self.config)["params_dtype"])
         return chunks
 
+    def _shape(self) -> ModelShape:
+        """With the layer for multi-token prediction where that is trained; else it is carried along."""
+        algorithm = self.config.algorithm
+        trained = algorithm.mtp_num_layers if algorithm.enable_mtp_training else None
+        return dataclasses.replace(super()._shape(), trained_mtp_layers=trained or 0)
+
     def _objective(self) -> Objective[Given]:
-        return PolicyObjective(LossSettings.of(self.config), self.config.rollout.rollout_temperature)
+        policy = PolicyObjective(LossSettings.of(self.config), self.config.rollout.rollout_temperature)
+        if not self.shape.trained_mtp_layers:
+            return policy
+        return DraftObjective(policy, self.config.algorithm.mtp_loss_scaling_factor)
+
+    def _prepared(self) -> AbstractContextManager[None]:
+        return embedding_lent(self.chunks) if self.shape.trained_mtp_layers else nullcontext()
 
     def _resume_point(self) -> ResumePoint | None:
         return resume_point(self.config.checkpoint.load, self.config.checkpoint.ckpt_step)

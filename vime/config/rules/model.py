@@ -124,6 +124,24 @@ def routing_replay(config: Config) -> Iterator[Violation]:
         yield Violation("--use-routing-replay and --moe-router-load-balancing-type sinkhorn exclude each other")
 
 
+def draft_layers(config: Config) -> Iterator[Violation]:
+    """One layer behind the decoder can be trained, if the model has it."""
+    algorithm, shape = config.algorithm, shape_or_none(config)
+    wanted = algorithm.mtp_num_layers
+    if wanted is None:
+        if algorithm.enable_mtp_training:
+            yield Violation("--enable-mtp-training needs --mtp-num-layers 1: the layer to train")
+    elif wanted != 1:
+        yield Violation(
+            f"--mtp-num-layers {wanted}: only a single layer, 1, can be part of the model", ("mtp_num_layers",)
+        )
+    elif shape is not None and not shape.num_mtp_layers:
+        where = Path(config.checkpoint.hf_checkpoint) / "config.json"
+        yield Violation(f"--mtp-num-layers 1: the model has no such layer: {where} has no num_nextn_predict_layers")
+    if algorithm.enable_mtp_training and config.megatron.get("transformer_impl") == "transformer_engine":
+        yield Violation("--enable-mtp-training needs --transformer-impl local")
+
+
 def prompts_fit(config: Config) -> Iterator[Violation]:
     """A prompt must leave room for one token of response."""
     limits = {
@@ -187,6 +205,7 @@ RULES = (
     whole_weights,
     rotary_positions,
     routing_replay,
+    draft_layers,
     prompts_fit,
     context_fits,
     exact_context,

@@ -56,6 +56,7 @@ RANGES: Mapping[str, Range] = dict(
             "num_critic_only_steps critic_lr value_clip "
             "num_rollout ckpt_step ref_ckpt_step start_rollout_id train_memory_margin_bytes lr min_lr lr_warmup_init "
             "lr_warmup_iters weight_decay clip_grad eps_clip_high kl_loss_coef kl_coef eval_min_new_tokens "
+            "mtp_loss_scaling_factor "
             "weight_probe_interval eval_temperature rollout_seed seed rollout_num_gpus "
             "overlong_penalty_factor tis_clip_low tis_veto opsm_delta",
             Range(0),

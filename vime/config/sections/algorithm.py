@@ -45,6 +45,13 @@ class Algorithm:
     use_routing_replay: bool = flag(
         False, help="Experts: training follows the routes that were chosen when the old log-probs were computed."
     )
+    mtp_num_layers: int | None = flag(
+        None, help="Layers for multi-token prediction that the checkpoint has behind the decoder."
+    )
+    enable_mtp_training: bool = flag(
+        False, help="Train them on the rollouts too, so that drafts keep up with the policy; the policy is not changed."
+    )
+    mtp_loss_scaling_factor: float = flag(0.2, help="Weight of their loss.")
     disable_rewards_normalization: bool = flag(False, help="Use rewards as they are, without a group baseline.")
     use_dr_grpo: bool = flag(
         False, help="Sum the policy loss of a sample and divide by a constant, and no reward by a deviation (Dr.GRPO)."

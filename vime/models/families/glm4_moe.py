@@ -12,14 +12,17 @@ from vime.models.shape import ModelShape
 
 
 def read(config: HfConfig) -> ModelShape:
-    """The layer behind the last one, which predicts a further token, is not part of the shape: it is left out."""
     shape = read_decoder(
         config,
         rotary_percent=0.5,
         qk_layernorm=config.flag("use_qk_norm"),
         add_qkv_bias=config.flag("attention_bias"),
     )
-    return dataclasses.replace(shape, moe=read_sigmoid_moe(config, shape.num_layers))
+    return dataclasses.replace(
+        shape,
+        moe=read_sigmoid_moe(config, shape.num_layers),
+        num_mtp_layers=int(config.values.get("num_nextn_predict_layers") or 0),
+    )
 
 
 FAMILY = Family(architecture="Glm4MoeForCausalLM", read=read, rules=decoder_rules)

@@ -75,10 +75,11 @@ class _Assemble(torch.autograd.Function):
     """Every rank goes on with the same whole and computes the same loss, so backward takes the own columns out."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, own: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, values: Tensor, own: Tensor, total: int, group: dist.ProcessGroup | None) -> Tensor:
         ctx.save_for_backward(own)
         whole = values.new_zeros(len(values), total).index_copy_(1, own, values)
-        dist.all_reduce(whole, group=group)
+        if group is not None:
+            dist.all_reduce(whole, group=group)
         return whole
 
     @staticmethod
@@ -87,13 +88,16 @@ class _Assemble(torch.autograd.Function):
         return gradient.index_select(1, own), None, None, None
 
 
-def assemble(values_p: Tensor, own_p: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
+def assemble(values_p: Tensor, own_p: Tensor, total: int, group: dist.ProcessGroup | None) -> Tensor:
     """What each rank knows of its response tokens, [k, p] → of all of them, [k, t], on every rank.
+
+    It is 0 for a token that none knows.
 
     The gradient that a rank propagates is that of its own tokens only; those of all ranks add up to the whole.
 
     Args:
         own_p: int64, which of the ``total`` tokens they are.
+        group: the ranks that know others; None when there are none.
     """
     whole: Tensor = _Assemble.apply(values_p, own_p, total, group)  # type: ignore[no-untyped-call]
     return whole
