@@ -35,8 +35,12 @@ class SampledWeights:
     def use(self, version: WeightVersion | None) -> Iterator[None]:
         """The model has the weights of that version inside the block; earlier ones are needed no more.
 
-        Without a version, or for one that is not kept, the nearest that is: the newest, or the oldest.
+        Without a version, or for one that is not kept, the nearest that is: the newest, or the oldest. Without any
+        export the model keeps its own.
         """
+        if not self._kept:
+            yield
+            return
         chosen = self._kept[-1] if version is None else max(version, self._kept[0])
         for old in [kept for kept in self._kept if kept < chosen]:
             self._sets.drop(_name(old))

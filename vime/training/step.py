@@ -73,12 +73,14 @@ class Learner(Generic[G]):
             parts = run_schedule(self.chunks, work, self._forward(step, len(work)), forward_only=False)
         metrics = total(parts)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        updated, norms = apply_gradients(self.optimizer)
+        loss = metrics[f"{self.prefix}loss"]
+        # where a clip decides, a loss that is not finite can have a gradient that is
+        updated, norms = apply_gradients(self.optimizer) if math.isfinite(loss) else (False, {"grad_norm": math.nan})
         if updated:
             self.scheduler.step(increment=1)
         else:
-            loss, suspects = metrics.get(f"{self.prefix}loss"), _suspects(work, parts)
-            logger.warning("%s skipped: loss %s, gradient norm %s%s", name, loss, norms["grad_norm"], suspects)
+            norm, suspects = norms["grad_norm"], _suspects(work, parts)
+            logger.warning("%s skipped: loss %s, gradient norm %s%s", name, loss, norm, suspects)
         return metrics | {
             **{f"{self.prefix}{each}": norm for each, norm in norms.items()},
             f"{self.prefix}lr": learning_rate,
