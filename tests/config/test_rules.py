@@ -81,6 +81,16 @@ RULES = {
     ),
     "--ref-update-interval 2": "--ref-update-interval needs a reference model: give --use-kl-loss or --kl-coef",
     "--use-unbiased-kl": "--use-unbiased-kl needs --use-kl-loss",
+    "--custom-tis-function-path examples.plugins.losses:clipped_weights": (
+        "--custom-tis-function-path needs --use-tis"
+    ),
+    "--custom-pg-loss-reducer-function-path examples.plugins.losses:constant_length --use-dr-grpo": (
+        "--custom-pg-loss-reducer-function-path and --use-dr-grpo exclude each other"
+    ),
+    "--loss-type custom_loss": "--loss-type custom_loss needs --custom-loss-function-path",
+    "--custom-loss-function-path examples.plugins.losses:reinforce": (
+        "--custom-loss-function-path needs --loss-type custom_loss"
+    ),
     # off-policy corrections
     "--use-tis --use-rollout-logprobs": (
         "--use-tis and --use-rollout-logprobs exclude each other: the engine's log-probs are the old ones"

@@ -46,6 +46,14 @@ SEQUENCES = Row(
 )
 """Ratios, weights and masks of whole samples, whose tokens context-parallel ranks share."""
 
+REINFORCE = ["--loss-type", "custom_loss", "--custom-loss-function-path", "examples.plugins.losses:reinforce"]
+CUSTOM_LOSS = Row(
+    family="qwen3",
+    flags=["--fp32", *OBJECTIVE, *REINFORCE],
+    layouts=(),
+)
+"""A loss made from the logits of the whole vocabulary, which ranks share."""
+
 
 @contextmanager
 def blind_to_context_parallelism(worker: TrainWorker, left: Any) -> Iterator[None]:
@@ -66,12 +74,14 @@ ROWS = {
     "tied, per token": with_layouts(TIED, "dp2 do", "tp2", "pp2", "cp2 do"),
     "bf16": with_layouts(BF16, "dp2 do", "cp2 do"),
     "sequences": with_layouts(SEQUENCES, "dp2", "cp2"),
+    "custom loss": with_layouts(CUSTOM_LOSS, "tp2 sp", "cp2"),
     "blind to context parallelism": dataclasses.replace(UNTIED, layouts=("cp2",), around=blind_to_context_parallelism),
 }
 SLOW_ROWS = {
     "untied, per sample": with_layouts(UNTIED, *LAYOUTS),
     "tied, per token": with_layouts(TIED, *LAYOUTS),
     "sequences": with_layouts(SEQUENCES, "pp2 vpp2", "tp2 sp", "dp2 cp2 do", "tp2 sp cp2 do", "pp2 cp2", "cp4"),
+    "custom loss": with_layouts(CUSTOM_LOSS, "dp2", "pp2", "tp2 cp2 full", "tp2 sp cp2 do"),
     "bf16": with_layouts(
         BF16, "dp2 do", "tp2 sp", "pp2", "pp2 vpp2", "cp2 do", "tp2 sp pp2 do", "dp2 pp2 vpp2 do overlap"
     ),
@@ -88,7 +98,7 @@ def full_matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(SLOW_ROWS, tmp_path_factory.mktemp("layouts"))
 
 
-@pytest.mark.parametrize(("row", "layout"), [(row, each) for row in list(ROWS)[:4] for each in ROWS[row].layouts])
+@pytest.mark.parametrize(("row", "layout"), [(row, each) for row in list(ROWS)[:5] for each in ROWS[row].layouts])
 def test_a_layout_changes_no_number(row: str, layout: str, matrix: Matrix) -> None:
     assert not matrix.deviation(row, layout).exceeded(ROWS[row].tolerance)
 

@@ -87,7 +87,7 @@ def test_loss_and_gradient_are_those_of_the_formula(
     with started(config_of(model, *flags, *["--calculate-per-token-loss"] * per_token)) as worker:
         order = [(3, 0, 5), (1, 2, 4, 6, 7)]
         packs = [worker._packer.pack([samples[i] for i in chosen]) for chosen in order]
-        given = worker._given(packs, _NoClock())
+        given = worker._given(batch_of(samples, make_step(samples, *order)), packs, _NoClock())
         for each, chosen in zip(given, order, strict=True):
             each.old_log_probs_t = torch.cat([old[i] for i in chosen])
         metrics = worker._learner.step(list(zip(packs, given, strict=True)), make_step(samples, *order))

@@ -9,9 +9,7 @@ _BY_TOPIC = {
     "sampling": "over-sampling-batch-size dynamic-sampling-filter-path partial-rollout "
     "mask-offpolicy-in-partial-rollout buffer-filter-path rollout-all-samples-process-path rollout-sample-hook "
     "update-weights-interval",
-    "algorithms": "custom-tis-function-path use-rollout-entropy use-opd "
-    "opd-type opd-kl-coef opd-teacher-load custom-loss-function-path custom-advantage-function-path "
-    "custom-pg-loss-reducer-function-path pg-loss-type",
+    "algorithms": "use-rollout-entropy use-opd opd-type opd-kl-coef opd-teacher-load pg-loss-type",
     "mixture of experts": "use-rollout-routing-replay",
     "training hooks": "custom-convert-samples-to-train-data-path model-name only-train-params-name-list "
     "freeze-params-name-list",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vime.errors import UserError
-from vime.plugins import rollout, training
+from vime.plugins import losses, rollout, training
 from vime.plugins.contract import Contract, Side
 from vime.plugins.hook import Hook
 from vime.plugins.loading import load_checked
@@ -15,7 +15,9 @@ from vime.plugins.loading import load_checked
 if TYPE_CHECKING:
     from vime.config import Config
 
-CONTRACTS: Mapping[str, Contract] = {each.name: each for each in (*rollout.CONTRACTS, *training.CONTRACTS)}
+CONTRACTS: Mapping[str, Contract] = {
+    each.name: each for each in (*rollout.CONTRACTS, *training.CONTRACTS, *losses.CONTRACTS)
+}
 """By the attribute of the flag in ``args``, in the order in which a rollout meets them."""
 
 

@@ -8,6 +8,7 @@ import torch
 
 LENGTHS = (3, 1, 4, 2)
 PROMPT_LENGTH = 5
+VOCABULARY = 16
 
 
 class Stage(torch.nn.Module):
@@ -17,11 +18,11 @@ class Stage(torch.nn.Module):
         super().__init__()
         if pre_process:
             self.embedding = torch.nn.Module()
-            self.embedding.word_embeddings = torch.nn.Embedding(16, 8)
+            self.embedding.word_embeddings = torch.nn.Embedding(VOCABULARY, 8)
         self.decoder = torch.nn.Module()
         self.decoder.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
         if post_process:
-            self.output_layer = torch.nn.Linear(8, 16, bias=False)
+            self.output_layer = torch.nn.Linear(8, VOCABULARY, bias=False)
 
 
 class Scheduler:

@@ -50,7 +50,7 @@ class CriticWorker(ModelWorker[Goal]):
     def _total_steps(self) -> int:
         return self._rollouts() * self.config.batch.num_steps_per_rollout
 
-    def _given(self, packs: Sequence[MicroBatch], clock: Clock) -> list[Goal]:
+    def _given(self, batch: TrainBatch, packs: Sequence[MicroBatch], clock: Clock) -> list[Goal]:
         if not is_last_stage():
             return [Goal(old_values_t=pack.rewards_n, returns_t=pack.rewards_n) for pack in packs]  # nobody reads them
         return [self._goal(pack) for pack in packs]

@@ -12,14 +12,16 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from vime.config import Config
-from vime.plugins import WrongAnswer, resolve_hooks
+from vime.plugins import WrongAnswer, losses, resolve_hooks
 from vime.plugins import training as contracts
 from vime.plugins.contract import read_nothing, shown
 from vime.plugins.tensors import token_rows
 from vime.training.build import BuildModel
-from vime.training.loss import Given
+from vime.training.loss import Given, LossSettings, PolicyObjective
+from vime.training.loss_hooks import CustomCorrection, CustomMean, CustomObjective
 from vime.training.packing import MicroBatch
 from vime.training.rollout_data import Rows, rollout_data
+from vime.training.step import Objective
 from vime.types import Role, TrainBatch, TrainStep
 
 __all__ = ["TrainHooks"]
@@ -36,11 +38,48 @@ class TrainHooks:
         self._before_log_probs = hooks.get(contracts.CUSTOM_MEGATRON_BEFORE_LOG_PROB)
         self._postprocess = hooks.get(contracts.ROLLOUT_DATA_POSTPROCESS)
         self._before_step = hooks.get(contracts.CUSTOM_MEGATRON_BEFORE_TRAIN_STEP)
+        self._advantages = hooks.get(losses.CUSTOM_ADVANTAGE)
+        self._tis = hooks.get(losses.CUSTOM_TIS)
+        self._reducer = hooks.get(losses.CUSTOM_PG_LOSS_REDUCER)
+        self._loss = hooks.get(losses.CUSTOM_LOSS)
 
     @property
     def want_log_probs(self) -> bool:
         """Whether the policy's own log-probs must be computed, also where training can do without."""
-        return self._postprocess is not None
+        return any(hook is not None for hook in (self._postprocess, self._advantages, self._loss))
+
+    def objective(self, config: Config) -> Objective[Given]:
+        """What a policy learns: the usual loss with the user's parts in it, or a loss of the user's."""
+        per_token = config.batch.calculate_per_token_loss
+        if config.algorithm.loss_type == "custom_loss":
+            assert self._loss is not None, "a rule says so"
+            return CustomObjective(self._loss, self.args, per_token)
+        settings = LossSettings.of(
+            config,
+            correct=CustomCorrection(self._tis, self.args) if self._tis else None,
+            make_mean=CustomMean(self._reducer, per_token) if self._reducer else None,
+        )
+        return PolicyObjective(settings, config.rollout.rollout_temperature)
+
+    def advantages(
+        self, batch: TrainBatch, packs: Sequence[MicroBatch], **known: Sequence[Tensor | None]
+    ) -> list[Tensor] | None:
+        """What the user's function makes of the rollout, a tensor [T] of each micro-batch; None without a function.
+
+        Args:
+            known: values of response tokens by name, of each micro-batch.
+        """
+        if self._advantages is None:
+            return None
+        data = rollout_data(batch, packs, **known)  # type: ignore[arg-type]
+        lengths = [sample.response_length for sample in batch.samples]
+
+        def read(answer: Any) -> list[Tensor]:
+            read_nothing(answer)
+            return token_rows(data, "advantages", lengths)
+
+        about = f"rollout {batch.rollout_id}, {_rank()}"
+        return Rows.of(batch).join(self._advantages.call(self.args, data, about=about, read=read))
 
     def connected(self) -> None:
         """Megatron's process groups stand."""

@@ -6,8 +6,9 @@ micro-batches and ranks gives exactly the value of the step.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +25,12 @@ from vime.training.model import answer_of, run
 from vime.training.packing import MicroBatch
 
 __all__ = ["Given", "LossSettings", "Partial", "PolicyObjective", "not_finite", "policy_objective"]
+
+Correct: TypeAlias = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Mapping[str, Tensor]]]
+"""Loss [T], the trainer's log-probs [T] and micro-batch → the corrected loss, and what is worth watching of tokens."""
+
+MakeMean: TypeAlias = Callable[[MicroBatch, reduce.Reduction], Callable[[Tensor], Tensor]]
+"""Micro-batch and the usual mean → the mean of the policy loss."""
 
 ABS_DIFF = "train/train_rollout_logprob_abs_diff"
 
@@ -44,9 +51,11 @@ class LossSettings:
     weighted: bool  # whether they weigh the loss
     opsm_delta: float | None  # None: no sample is left out for having been moved away from
     rollout_is_old: bool  # the old log-probs are those of the engine
+    correct: Correct | None = None  # in place of the importance weights
+    make_mean: MakeMean | None = None  # of the policy loss, in place of its usual mean
 
     @classmethod
-    def of(cls, config: Config) -> LossSettings:
+    def of(cls, config: Config, correct: Correct | None = None, make_mean: MakeMean | None = None) -> LossSettings:
         algorithm, off_policy = config.algorithm, config.off_policy
         return cls(
             estimator=algorithm.estimator,
@@ -67,6 +76,8 @@ class LossSettings:
             weighted=off_policy.use_tis,
             opsm_delta=off_policy.opsm_delta if off_policy.use_opsm else None,
             rollout_is_old=off_policy.use_rollout_logprobs,
+            correct=correct,
+            make_mean=make_mean,
         )
 
 
@@ -132,8 +143,10 @@ def not_finite(values_t: Tensor, batch: MicroBatch) -> Tensor:
     return reduce.segment_sum((~values_t.isfinite() & batch.mask_t).long(), batch.lengths_n) > 0
 
 
-def _policy_mean(batch: MicroBatch, mean: reduce.Reduction, settings: LossSettings) -> reduce.Reduction:
+def _policy_mean(batch: MicroBatch, mean: reduce.Reduction, settings: LossSettings) -> Callable[[Tensor], Tensor]:
     """Of the policy loss alone; entropy, KL and metrics keep theirs."""
+    if settings.make_mean is not None:
+        return settings.make_mean(batch, mean)
     if settings.dr_grpo_divisor is None:
         return mean
     return reduce.by_length(batch.mask_t, num_samples=mean.denominator, length=settings.dr_grpo_divisor)
@@ -209,6 +222,10 @@ class _Terms:
         }
         self.maxima[f"{ABS_DIFF}_max"] = torch.where(batch.mask_t, difference.abs(), 0.0).amax()
         if not settings.weighted:
+            return loss
+        if settings.correct is not None:
+            loss, watched = settings.correct(loss, trainer, batch)
+            self._watched |= watched
             return loss
         self._clamped |= correction.clamped_t
         return loss * correction.weights_t

@@ -14,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
 )
 from torch import Tensor
 
@@ -27,16 +28,19 @@ __all__ = ["PolicyModel", "Question", "answer_of", "draft_of", "pick", "run"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the last stage is asked: the log-probabilities of the response tokens."""
+    """What the last stage is asked: the log-probabilities of the response tokens, or what they are made from."""
 
     batch: MicroBatch
     temperature: float
     entropy_gradient: bool  # whether the entropy is part of the loss; it costs a pass over the logits
+    logits: bool = False  # to be answered with the logits of the whole vocabulary, before the temperature
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """A causal language model. Its last pipeline stage returns log-probability and entropy, stacked: float32 [2, T].
     A third row has the log-probability that the draft layer gives, if there is one and gradients are wanted.
+
+    Asked for logits it returns those, [T, V] of the model's dtype, which take a thousand times the memory.
 
     Under context parallelism each rank computes those of the tokens that it predicts, and every rank returns all.
 
@@ -103,6 +107,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return self.lent_embedding
 
     def _answer(self, hidden_ph: Tensor, question: Question) -> Tensor:
+        if question.logits:
+            return self._logits(hidden_ph, question.batch)
         batch, own = question.batch, question.batch.predicted_p
         targets_p = batch.targets_t if own is None else batch.targets_t[own]
         weight = self.output_weight()
@@ -113,6 +119,15 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         if own is None:
             return answer
         return assemble(answer, own, len(batch.targets_t), parallel_state.get_context_parallel_group())
+
+    def _logits(self, hidden_ph: Tensor, batch: MicroBatch) -> Tensor:
+        """Every rank has the whole vocabulary and computes the same loss; each propagates its part."""
+        whole: Tensor = gather_from_tensor_model_parallel_region(hidden_ph @ self.output_weight().t())
+        logits_pv = whole[:, : self.tokens_in_vocabulary]
+        if batch.predicted_p is None:
+            return logits_pv
+        group = parallel_state.get_context_parallel_group()
+        return assemble(logits_pv.t(), batch.predicted_p, len(batch.targets_t), group).t()
 
     def output_weight(self) -> Tensor:
         """The rows of the output layer on this rank, [V, H]; those of the embedding when the two are tied."""
@@ -147,9 +162,11 @@ def pick(rows: Tensor, index: Tensor) -> Tensor:
     return picked
 
 
-def run(chunk: Any, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False) -> Tensor:
+def run(
+    chunk: Any, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False, logits: bool = False
+) -> Tensor:
     """The forward pass of one (wrapped) model chunk; on the last stage split the answer by ``answer_of``."""
-    question = Question(batch, temperature, entropy_gradient)
+    question = Question(batch, temperature, entropy_gradient, logits)
     output: Tensor = chunk(
         batch.tokens_l[None], batch.positions_l[None], None, labels=question, packed_seq_params=batch.segments
     )

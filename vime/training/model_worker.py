@@ -75,7 +75,7 @@ class ModelWorker(ABC, Generic[G]):
         """Optimizer steps of the whole run, over which learning rates decay."""
 
     @abstractmethod
-    def _given(self, packs: Sequence[MicroBatch], clock: Clock) -> list[G]:
+    def _given(self, batch: TrainBatch, packs: Sequence[MicroBatch], clock: Clock) -> list[G]:
         """What training needs to know of each micro-batch, computed before any weight moves."""
 
     @abstractmethod
@@ -116,7 +116,7 @@ class ModelWorker(ABC, Generic[G]):
         with clock.phase("pack"):
             steps = self._packs(batch)
         packs: Sequence[MicroBatch] = [pack for step in steps for pack in step]
-        packs, given, train_steps = self._reviewed(batch, packs, self._given(packs, clock))
+        packs, given, train_steps = self._reviewed(batch, packs, self._given(batch, packs, clock))
         works = iter(zip(packs, given, strict=True))
         with clock.phase("train"):
             metrics = [

@@ -55,6 +55,8 @@ class MicroBatch:
     rewards_n: Tensor  # float32, what training uses
     rollout_log_probs_t: Tensor | None  # float32, of the engine; None when a sample has none
     indices: tuple[int, ...]  # of the samples
+    total_lengths: tuple[int, ...]  # tokens of each sample, prompts too
+    response_lengths: tuple[int, ...]  # what lengths_n holds
     newest_version: WeightVersion | None  # of the weights that sampled a token; None where nobody knows
     scores: PackedScores
     ahead: Ahead | None = None  # where a draft layer is trained
@@ -114,6 +116,8 @@ class Packer:
                 ref_log_probs_t=self._optional([sample.scores.ref_log_probs for sample in samples]),
             ),
             indices=tuple(sample.index for sample in samples),
+            total_lengths=tuple(sample.total_length for sample in samples),
+            response_lengths=tuple(sample.response_length for sample in samples),
             newest_version=max((version for s in samples for version in s.weight_versions), default=None),
             ahead=self._ahead(layout, predictors_t, targets_t) if self.ahead else None,
         )

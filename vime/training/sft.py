@@ -64,7 +64,7 @@ class SftWorker(TrainWorker):
     def _objective(self) -> SftObjective:
         return SftObjective(self.config.batch.calculate_per_token_loss)
 
-    def _given(self, packs: Sequence[MicroBatch], clock: Clock) -> list[Given]:
+    def _given(self, batch: TrainBatch, packs: Sequence[MicroBatch], clock: Clock) -> list[Given]:
         return [_nothing(pack) for pack in packs]
 
 

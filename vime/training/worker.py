@@ -20,7 +20,7 @@ from vime.training.checkpoint import load_weights, save_megatron
 from vime.training.draft import DraftObjective, embedding_lent
 from vime.training.estimates import advantages_of, drop_not_finite
 from vime.training.forward import is_last_stage, log_probs_of
-from vime.training.loss import Given, LossSettings, PolicyObjective
+from vime.training.loss import Given
 from vime.training.model_worker import (
     Clock,
     ModelWorker,
@@ -140,10 +140,10 @@ class TrainWorker(ModelWorker[Given]):
         return dataclasses.replace(super()._shape(), trained_mtp_layers=trained or 0)
 
     def _objective(self) -> Objective[Given]:
-        policy = PolicyObjective(LossSettings.of(self.config), self.config.rollout.rollout_temperature)
+        objective = self._hooks.objective(self.config)
         if not self.shape.trained_mtp_layers:
-            return policy
-        return DraftObjective(policy, self.config.algorithm.mtp_loss_scaling_factor)
+            return objective
+        return DraftObjective(objective, self.config.algorithm.mtp_loss_scaling_factor)
 
     def _prepared(self) -> AbstractContextManager[None]:
         return embedding_lent(self.chunks) if self.shape.trained_mtp_layers else nullcontext()
@@ -185,12 +185,14 @@ class TrainWorker(ModelWorker[Given]):
             rollouts = max(rollouts - self.config.critic.num_critic_only_steps, 0)
         return rollouts * self.config.batch.num_steps_per_rollout
 
-    def _given(self, packs: Sequence[MicroBatch], clock: Clock) -> list[Given]:
+    def _given(self, batch: TrainBatch, packs: Sequence[MicroBatch], clock: Clock) -> list[Given]:
         """Advantages and the log-probs of the other policies, before any weight moves."""
         old, ref = self._policies(packs, clock)
         if not is_last_stage():
             return [Given(advantages_t=pack.rewards_n) for pack in packs]  # nobody reads them
-        found = self._advantages(packs, old, ref)
+        found = self._hooks.advantages(batch, packs, log_probs=old, ref_log_probs=ref) or self._advantages(
+            packs, old, ref
+        )
         dropped = [drop_not_finite(advantages_t, pack) for advantages_t, pack in zip(found, packs, strict=True)]
         if self.config.algorithm.normalize_advantages:
             found = _whitened(found, packs)
@@ -246,6 +248,8 @@ class TrainWorker(ModelWorker[Given]):
 
     def _advantages(self, packs: Sequence[MicroBatch], old: LogProbs, ref: LogProbs) -> list[Tensor]:
         algorithm = self.config.algorithm
+        if algorithm.disable_compute_advantages_and_returns:
+            return [torch.zeros_like(pack.mask_t, dtype=torch.float32) for pack in packs]
         return [
             advantages_of(pack, algorithm, log_probs_t=old_log_probs, ref_log_probs_t=ref_log_probs)
             for pack, old_log_probs, ref_log_probs in zip(packs, old, ref, strict=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from vime.algorithms import advantages
 from vime.config.config import Config
-from vime.config.rules.base import Violation, known, option
+from vime.config.rules.base import Violation, is_given, known, option
 
 
 def one_kl(config: Config) -> Iterator[Violation]:
@@ -43,13 +43,13 @@ def dr_grpo(config: Config) -> Iterator[Violation]:
     algorithm = config.algorithm
     if algorithm.use_dr_grpo and config.batch.calculate_per_token_loss:
         yield Violation("--use-dr-grpo and --calculate-per-token-loss exclude each other: each has its own denominator")
-    if not algorithm.use_dr_grpo and _is_given(config, "dr_grpo_divisor"):
+    if not algorithm.use_dr_grpo and is_given(config, "dr_grpo_divisor"):
         yield Violation("--dr-grpo-divisor needs --use-dr-grpo", ("use_dr_grpo",))
 
 
 def overlong(config: Config) -> Iterator[Violation]:
     buffer, longest = config.algorithm.overlong_buffer_len, config.rollout.rollout_max_response_len
-    if buffer is None and _is_given(config, "overlong_penalty_factor"):
+    if buffer is None and is_given(config, "overlong_penalty_factor"):
         yield Violation("--overlong-penalty-factor needs --overlong-buffer-len", ("overlong_buffer_len",))
     if buffer is not None and known(longest) and buffer > longest:
         yield Violation(
@@ -92,9 +92,9 @@ def one_old_policy(config: Config) -> Iterator[Violation]:
 def importance_sampling(config: Config) -> Iterator[Violation]:
     off_policy = config.off_policy
     for name in ("tis_level", "tis_mode", "tis_clip", "tis_clip_low", "tis_veto"):
-        if _is_given(config, name) and not off_policy.use_tis:
+        if is_given(config, name) and not off_policy.use_tis:
             yield Violation(f"{option(name)} needs --use-tis", ("use_tis",))
-    if _is_given(config, "opsm_delta") and not off_policy.use_opsm:
+    if is_given(config, "opsm_delta") and not off_policy.use_opsm:
         yield Violation("--opsm-delta needs --use-opsm", ("use_opsm",))
     low, high = off_policy.tis_clip_low, off_policy.tis_clip
     if low > high:
@@ -121,9 +121,24 @@ def whole_distribution(config: Config) -> Iterator[Violation]:
                 )
 
 
-def _is_given(config: Config, name: str) -> bool:
-    origin = config.origins.get(name, "default")
-    return origin != "default" and not origin.startswith("derived")
+def custom_parts(config: Config) -> Iterator[Violation]:
+    algorithm, hooks = config.algorithm, config.hooks
+    if hooks.custom_tis_function_path is not None and not config.off_policy.use_tis:
+        yield Violation("--custom-tis-function-path needs --use-tis", ("use_tis",))
+    if hooks.custom_pg_loss_reducer_function_path is not None and algorithm.use_dr_grpo:
+        yield Violation("--custom-pg-loss-reducer-function-path and --use-dr-grpo exclude each other")
+    if hooks.custom_advantage_function_path is not None and algorithm.needs_critic:
+        yield Violation(
+            f"--custom-advantage-function-path and --advantage-estimator {algorithm.advantage_estimator} exclude each "
+            "other: the critic learns from the advantages of its own estimator"
+        )
+    custom = algorithm.loss_type == "custom_loss"
+    if custom and hooks.custom_loss_function_path is None:
+        yield Violation("--loss-type custom_loss needs --custom-loss-function-path", ("custom_loss_function_path",))
+    if custom and algorithm.enable_mtp_training:
+        yield Violation("--loss-type custom_loss and --enable-mtp-training exclude each other")
+    if not custom and hooks.custom_loss_function_path is not None:
+        yield Violation("--custom-loss-function-path needs --loss-type custom_loss", ("loss_type",))
 
 
 RULES = (
@@ -137,4 +152,5 @@ RULES = (
     one_old_policy,
     importance_sampling,
     whole_distribution,
+    custom_parts,
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from vime.config.config import Config
 from vime.config.flags import option
 
-__all__ = ["Rule", "Violation", "known", "option"]
+__all__ = ["Rule", "Violation", "is_given", "known", "option"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,12 @@ class Violation:
 
 
 Rule = Callable[[Config], Iterator[Violation]]
+
+
+def is_given(config: Config, name: str) -> bool:
+    """Whether somebody set that flag, and neither a default nor another flag did."""
+    origin = config.origins.get(name, "default")
+    return origin != "default" and not origin.startswith("derived")
 
 
 def known(*values: object) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from vime.config.config import OWN_FLAGS, Config
 from vime.config.layouts import Layout, problems
 from vime.config.roles import critic_config
-from vime.config.rules.base import Violation, known, option
+from vime.config.rules.base import Violation, is_given, known, option
 from vime.config.rules.batches import uneven_shares
 from vime.config.rules.files import TRACKER, checkpoint_root, folder_is_free
 from vime.config.rules.layout import learning_rate, recomputation, recomputed_units
@@ -21,18 +21,13 @@ def only_with_critic(config: Config) -> Iterator[Violation]:
     if config.algorithm.needs_critic:
         return
     names = [name for name, flag in OWN_FLAGS.items() if flag.section == "critic" or name in OF_CLUSTER]
-    given = [option(name) for name in names if _is_given(config, name)]
+    given = [option(name) for name in names if is_given(config, name)]
     if given:
         verb = "needs" if len(given) == 1 else "need"
         yield Violation(
             f"{' and '.join(given)} {verb} --advantage-estimator ppo: {config.algorithm.advantage_estimator} has no "
             "critic"
         )
-
-
-def _is_given(config: Config, name: str) -> bool:
-    origin = config.origins.get(name, "default")
-    return origin != "default" and not origin.startswith("derived")
 
 
 def slots(config: Config) -> Iterator[Violation]:

@@ -52,7 +52,7 @@ def evaluation_data(config: Config) -> Iterator[Violation]:
 
 
 def advantages_needed(config: Config) -> Iterator[Violation]:
-    if config.algorithm.disable_compute_advantages_and_returns and not config.algorithm.is_sft:
+    if config.algorithm.disable_compute_advantages_and_returns and config.algorithm.loss_type == "policy_loss":
         yield Violation(
             f"--disable-compute-advantages-and-returns: --loss-type {config.algorithm.loss_type} needs advantages"
         )

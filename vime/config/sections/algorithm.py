@@ -14,7 +14,7 @@ class Algorithm:
     """Which estimator, and the terms of the loss."""
 
     advantage_estimator: str = flag("grpo", choices=advantages.names(), help="How rewards become advantages.")
-    loss_type: Literal["policy_loss", "sft_loss"] = flag(
+    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag(
         "policy_loss",
         help="What is learnt: policy_loss from sampled answers and their rewards; sft_loss from the dialogues in "
         "--prompt-data as they stand, without engines.",

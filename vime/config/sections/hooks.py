@@ -28,4 +28,10 @@ class Hooks:
     rollout_data_postprocess_path: str | None = flag(
         None, help="Changes advantages, log-probs or masks of a rollout before it is trained on."
     )
+    custom_advantage_function_path: str | None = flag(None, help="Advantages, in place of --advantage-estimator.")
+    custom_tis_function_path: str | None = flag(None, help="Off-policy correction, in place of that of --use-tis.")
+    custom_pg_loss_reducer_function_path: str | None = flag(
+        None, help="Makes one number of the policy loss of all tokens."
+    )
+    custom_loss_function_path: str | None = flag(None, help="The whole loss, with --loss-type custom_loss.")
     custom_megatron_before_train_step_hook_path: str | None = flag(None, help="Acts before each optimizer step.")
