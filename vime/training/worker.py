@@ -123,7 +123,8 @@ class TrainWorker(ModelWorker[Given]):
 
     def stop(self) -> None:
         """Leaves the engines, and frees the shared memory, too."""
-        self._outlet.close()
+        if hasattr(self, "_outlet"):  # a rank whose model could not be built has none
+            self._outlet.close()
         super().stop()
 
     def _build(self) -> list[Any]:
