@@ -124,6 +124,25 @@ def numpy_returns(rewards, mask, gamma):
     return found
 
 
+@given(st.lists(st.tuples(st.floats(-5, 5), st.integers(0, 3)), min_size=1, max_size=12), st.floats(0, 0.5))
+def test_the_baseline_agrees_with_numpy(pairs, kl_coef):
+    rewards, groups = np.array([reward for reward, _ in pairs]), np.array([group for _, group in pairs])
+    estimator = advantages.get("reinforce_plus_plus_baseline")
+    centred = estimator.normalize_rewards(rewards.tolist(), groups.tolist())
+    expected = rewards - np.array([rewards[groups == group].mean() for group in groups])
+    np.testing.assert_allclose(centred, expected, atol=3e-6)  # what hardly differs counts as equal
+    kl = np.linspace(-1, 1, 2 * len(rewards))
+    samples = PackedSamples(
+        rewards_n=torch.tensor(centred, dtype=torch.float64),
+        lengths_n=torch.full((len(rewards),), 2),
+        mask_t=torch.ones(len(kl)),
+        log_probs_t=torch.from_numpy(kl),
+        ref_log_probs_t=torch.zeros(len(kl), dtype=torch.float64),
+    )
+    found = estimator.advantages(samples, AdvantageSettings(kl_coef=kl_coef))
+    np.testing.assert_allclose(found.numpy(), np.repeat(centred, 2) - kl_coef * kl)
+
+
 TOKEN_SAMPLES = st.lists(
     st.lists(st.tuples(st.floats(-5, 5, width=32), st.booleans()), max_size=12), min_size=1, max_size=6
 )

@@ -95,6 +95,16 @@ def reductions(samples, part):
 
 
 @given(SAMPLES, st.data())
+def test_a_constant_length_agrees_with_the_formula(samples, data):
+    length = data.draw(st.floats(1, 50))
+    values, mask, lengths = pack(samples)
+    expected = np.mean([sum(x for x, m in sample if m) / length for sample in samples])
+    assert by_length(mask, num_samples=len(samples), length=length)(values).item() == pytest.approx(expected, abs=1e-4)
+    means = [np.mean([x for x, m in sample if m] or [0.0]) for sample in samples]
+    np.testing.assert_allclose(segment_mean(values, mask, lengths).numpy(), means, atol=1e-5)
+
+
+@given(SAMPLES, st.data())
 def test_micro_batches_add_up_to_the_whole_step(samples, data):
     cut = data.draw(st.integers(0, len(samples)))
     sums = [0.0, 0.0]

@@ -101,8 +101,8 @@ def test_a_broken_sample_is_named(fields, message):
         to_rollout_batch(0, [[sample(0, **fields), sample(1)]], halve)
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1", {"acc": 1.0}])
-def test_a_reward_that_is_no_finite_number_never_reaches_training(reward):
+@pytest.mark.parametrize("reward", ["1", {"acc": 1.0}])
+def test_a_reward_that_is_no_number_ends_the_run(reward):
     with pytest.raises(InvalidSample, match="sample 0"):
         to_rollout_batch(0, [[sample(0, reward), sample(1)]], halve)
 
@@ -117,7 +117,22 @@ def test_a_processed_reward_that_is_not_finite_is_named_and_not_trained_on(bad, 
     batch = to_rollout_batch(0, [[sample(0), sample(1)]], lambda samples: ([1.0, 1.0], [0.5, bad]))
     assert [(s.reward, s.loss_mask) for s in batch.samples] == [(0.5, (1, 1)), (0.0, (0, 0))]
     assert batch.metrics == {"rollout/nonfinite_rewards": 1.0}
-    assert "sample 1 (group 0, rollout None): its processed reward is not a finite number" in caplog.text
+    assert "sample 1 (group 0, rollout None): its reward is not a finite number" in caplog.text
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_takes_no_part_in_the_baseline(reward, caplog):
+    seen = []
+
+    def post_process(samples):
+        seen.extend(s.index for s in samples)
+        return halve(samples)
+
+    batch = to_rollout_batch(0, [[sample(0), sample(1, reward)]], post_process)
+    assert seen == [0]
+    assert [s.loss_mask for s in batch.samples] == [(1, 1), (0, 0)]
+    assert batch.metrics == {"rollout/nonfinite_rewards": 1.0}
+    assert "sample 1 (group 0, rollout None): its reward is not a finite number" in caplog.text
 
 
 def test_who_needs_log_probs_names_the_sample_without_them():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.training.harness import batch_of, config_of, make_samples, make_step, started
+from vime.types import InvalidSample
 
 KL = ["--advantage-estimator", "reinforce_plus_plus_baseline", "--normalize-advantages", "--kl-coef", "0.1"]
 
@@ -56,3 +57,13 @@ def test_a_skipped_step_names_the_samples_that_caused_it(
         (metrics,) = worker.train(batch_of(broken)).steps
         assert metrics["train/skipped_steps"] == 0, "an infinite ratio is clamped, and counted"
         assert metrics["train/log_ratio_clamped"] == pytest.approx(1 / 8)
+
+
+@pytest.mark.parametrize("flag", ["--use-tis", "--use-rollout-logprobs"])
+def test_a_sample_without_log_probs_is_not_trained_on_in_another_way(model_of: Callable[..., Path], flag: str) -> None:
+    samples = tuple(replace(s, rollout_log_probs=None) if s.index == 2 else s for s in make_samples())
+    with (
+        started(config_of(model_of(), flag)) as worker,
+        pytest.raises(InvalidSample, match=f"{flag} needs rollout_log_probs of every sample; one of sample 0, 1, 2, 3"),
+    ):
+        worker.train(batch_of(samples))

@@ -7,7 +7,8 @@ import itertools
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from vime.algorithms.rewards import has_signal
 from vime.errors import UserError
@@ -34,7 +35,7 @@ def to_rollout_batch(
 
     A sample whose grader failed has no reward: it takes no part in its group's baseline and its mask is zero, but it
     keeps its place in the batch and so in the denominator. The same holds for a sample that failed or was aborted, for
-    one with an empty response, and for one whose processed reward is not a finite number, which is named and counted.
+    one with an empty response, and for one whose reward is not a finite number, which is named and counted.
     Log-probs of the engine are kept only where every sample has them.
 
     Args:
@@ -49,9 +50,12 @@ def to_rollout_batch(
     graded = [sample for sample in samples if is_graded(sample)]
     if not graded:
         raise UserError(f"rollout {rollout_id}: no sample has a reward; the first: {_why_ungraded(samples)}")
+    broken = [sample for sample in samples if sample.ended_well and _is_not_finite(sample.reward)]
     processed = dict(zip(map(_order, graded), zip(*_checked(post_process, graded), strict=True), strict=True))
     rewards = {index: pair for index, pair in processed.items() if all(map(math.isfinite, pair))}
-    _warn_of(sample for sample in graded if _order(sample) not in rewards)
+    broken += [sample for sample in graded if _order(sample) not in rewards]
+    for sample in broken:
+        logger.warning("%s: its reward is not a finite number; it is not trained on", sample.name)
     frozen = [_freeze(sample, rewards.get(_order(sample))) for sample in samples]
     if exclude_zero_signal:
         frozen = _without_zero_signal(frozen, rewards)
@@ -59,13 +63,12 @@ def to_rollout_batch(
         if needs_log_probs is not None:
             raise _no_log_probs(samples, needs_log_probs)
         frozen = [dataclasses.replace(sample, rollout_log_probs=None) for sample in frozen]
-    dropped = float(len(processed) - len(rewards))
-    return RolloutBatch(rollout_id=rollout_id, samples=tuple(frozen), metrics={"rollout/nonfinite_rewards": dropped})
+    metrics = {"rollout/nonfinite_rewards": float(len(broken))}
+    return RolloutBatch(rollout_id=rollout_id, samples=tuple(frozen), metrics=metrics)
 
 
-def _warn_of(samples: Iterable[Sample]) -> None:
-    for sample in samples:
-        logger.warning("%s: its processed reward is not a finite number; it is not trained on", sample.name)
+def _is_not_finite(reward: Any) -> bool:
+    return isinstance(reward, float) and not math.isfinite(reward)
 
 
 def _without_zero_signal(
@@ -96,7 +99,7 @@ def _no_log_probs(samples: Sequence[Sample], flag: str) -> InvalidSample:
 def is_graded(sample: Sample) -> bool:
     """Whether the sample has a reward to train on. A Grade that is an error is none, and a failed sample has none."""
     failed = sample.grade is not None and sample.grade.status is GradeStatus.ERROR
-    return sample.reward is not None and not failed and sample.ended_well
+    return sample.reward is not None and not failed and sample.ended_well and not _is_not_finite(sample.reward)
 
 
 def _order(sample: Sample) -> int:

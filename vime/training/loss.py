@@ -23,8 +23,9 @@ from vime.config import Config
 from vime.training.logprobs import TokenLogProbs
 from vime.training.model import answer_of, run
 from vime.training.packing import MicroBatch
+from vime.types import InvalidSample
 
-__all__ = ["Given", "LossSettings", "Partial", "PolicyObjective", "not_finite", "policy_objective"]
+__all__ = ["Given", "LossSettings", "Partial", "PolicyObjective", "no_log_probs", "not_finite", "policy_objective"]
 
 Correct: TypeAlias = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Mapping[str, Tensor]]]
 """Loss [T], the trainer's log-probs [T] and micro-batch → the corrected loss, and what is worth watching of tokens."""
@@ -138,6 +139,11 @@ def policy_objective(
     return loss, Partial(sums, terms.maxima, not_finite(every.detach(), batch))
 
 
+def no_log_probs(flag: str, batch: MicroBatch) -> InvalidSample:
+    names = ", ".join(map(str, batch.indices))
+    return InvalidSample(f"{flag} needs rollout_log_probs of every sample; one of sample {names} has none")
+
+
 def not_finite(values_t: Tensor, batch: MicroBatch) -> Tensor:
     """The samples that have a trained token at which the value is not finite, bool [N]."""
     return reduce.segment_sum((~values_t.isfinite() & batch.mask_t).long(), batch.lengths_n) > 0
@@ -204,6 +210,8 @@ class _Terms:
         """
         batch, settings = self._batch, self._settings
         if batch.rollout_log_probs_t is None:
+            if settings.weighted:
+                raise no_log_probs("--use-tis", batch)
             return loss
         trainer = self._current if settings.rollout_is_old else self._old
         correction = importance_weights(

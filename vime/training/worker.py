@@ -20,7 +20,7 @@ from vime.training.checkpoint import load_weights, save_megatron
 from vime.training.draft import DraftObjective, embedding_lent
 from vime.training.estimates import advantages_of, drop_not_finite
 from vime.training.forward import is_last_stage, log_probs_of
-from vime.training.loss import Given
+from vime.training.loss import Given, no_log_probs
 from vime.training.model_worker import (
     Clock,
     ModelWorker,
@@ -222,6 +222,9 @@ class TrainWorker(ModelWorker[Given]):
         if replayed or (wanted and not scored):
             with clock.phase("log_probs"), self._sampling_actor(packs), recorded(packs) if replayed else nullcontext():
                 old = self._log_probs(packs, "")
+        for pack in packs if engine else ():
+            if pack.rollout_log_probs_t is None:
+                raise no_log_probs("--use-rollout-logprobs", pack)
         return [pack.rollout_log_probs_t for pack in packs] if engine else old, ref
 
     def _sampling_actor(self, packs: Sequence[MicroBatch]) -> AbstractContextManager[None]:

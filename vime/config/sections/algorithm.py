@@ -17,10 +17,11 @@ class Algorithm:
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag(
         "policy_loss",
         help="What is learnt: policy_loss from sampled answers and their rewards; sft_loss from the dialogues in "
-        "--prompt-data as they stand, without engines.",
+        "--prompt-data as they stand, without engines; custom_loss by --custom-loss-function-path.",
     )
     disable_compute_advantages_and_returns: bool = flag(
-        False, help="No advantages are computed. Only for losses that need none: sft_loss, which implies it."
+        False,
+        help="No advantages are computed. Only for losses that need none: sft_loss, which implies it, or custom_loss.",
     )
     eps_clip: float = flag(0.2, help="The probability ratio is clipped from below at 1 - this.")
     eps_clip_high: float = derived("eps-clip", help="The probability ratio is clipped from above at 1 + this.")
