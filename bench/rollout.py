@@ -78,7 +78,7 @@ def make_manager(config: Config, generator: Generator, response: int, folder: Pa
         batch_size=len(source),
         sampling=SamplingParams(max_tokens=response, ignore_eos=True),
         post_process=lambda samples: ([0.0] * len(samples), [0.0] * len(samples)),
-        metrics=lambda rollout_id, groups, seconds: rollout_metrics(groups, seconds, score=Sample.score),
+        metrics=lambda rollout_id, collected, seconds: rollout_metrics(collected.groups, seconds, score=Sample.score),
         recorder=RunRecorder(folder / "run"),
     )
 
