@@ -57,6 +57,11 @@ RULES = {
     "--n-samples-per-prompt 0": "--n-samples-per-prompt must be at least 1, not 0",
     "--rollout-top-p 0": "--rollout-top-p must be above 0 and at most 1, not 0.0",
     "--rollout-top-k 0": "--rollout-top-k must be at least 1, or -1 for all tokens, not 0",
+    "--vllm-dtype half": "--vllm-dtype half must be bfloat16, in which the trainer computes; --fp16 is for both",
+    "--vllm-dtype bfloat16 --fp16": (
+        "--vllm-dtype bfloat16 must be float16, in which the trainer computes; --bf16 is for both"
+    ),
+    "--vllm-dtype auto": "--vllm-dtype auto must be bfloat16, in which the trainer computes",
     "--vllm-api-server-count 0": "--vllm-api-server-count must be at least 1, not 0",
     "--eval-temperature -1": "--eval-temperature must be at least 0, not -1.0",
     # estimators

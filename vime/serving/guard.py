@@ -23,7 +23,7 @@ import time
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.5  # how late the death of the parent may be noticed
-TRACKER_S = 2.0
+TRACKER_S = 8.0  # it takes half a second, and ten times that on a busy machine
 WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
 

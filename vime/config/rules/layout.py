@@ -115,6 +115,22 @@ def precision(config: Config) -> Iterator[Violation]:
         yield Violation(f"exactly one of --bf16, --fp16 and --fp32 must hold, not {said}", ("bf16", "fp16", "fp32"))
 
 
+ENGINE_DTYPES = {"half": "float16", "float": "float32"}
+"""vLLM's other names of types."""
+
+
+def engine_precision(config: Config) -> Iterator[Violation]:
+    """Weights go over as they are; and two types on two sides would differ by more than the rounding of either."""
+    given, dtype = config.vllm.get("dtype"), config.parallel.dtype_name
+    if given is not None and ENGINE_DTYPES.get(given, given) != dtype:
+        flag = {"float16": "--fp16", "float32": "--fp32", "bfloat16": "--bf16"}.get(ENGINE_DTYPES.get(given, given))
+        advice = f"; {flag} is for both" if flag else ""
+        yield Violation(
+            f"--vllm-dtype {given} must be {dtype}, in which the trainer computes{advice}",
+            ("bf16", "fp16", "fp32"),
+        )
+
+
 def accumulating_products(config: Config) -> Iterator[Violation]:
     """The product adds to a float32 buffer what it makes of narrower numbers. Whether there is a GPU is known later."""
     if config.parallel.fp32 and config.megatron.get("gradient_accumulation_fusion"):
@@ -177,6 +193,7 @@ RULES = (
     transformer_engine,
     low_precision,
     precision,
+    engine_precision,
     accumulating_products,
     recomputation,
     recomputed_units,
