@@ -105,6 +105,7 @@ RULES = {
     ),
     "--tis-clip 3": "--tis-clip needs --use-tis",
     "--tis-level sequence": "--tis-level needs --use-tis",
+    "--tis-batch-normalize": "--tis-batch-normalize needs --use-tis",
     "--opsm-delta 0.1": "--opsm-delta needs --use-opsm",
     "--use-tis --tis-clip-low 3": "--tis-clip-low 3 is above --tis-clip 2",
     "--use-tis --tis-mode truncate --tis-clip-low 0.5": (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.training.harness import batch_of, config_of, make_samples, started
+from tests.training.harness import batch_of, config_of, make_samples, make_step, started
 from vime.checkpoints import CheckpointStore
 from vime.training.worker import TrainWorker
 from vime.types import TrainBatch, TrainSample
@@ -52,6 +52,9 @@ def test_the_old_policy_is_the_one_that_sampled_however_far_training_has_gone(mo
         (metrics,) = worker.train(batch_of(sampled_by(2))).steps
         assert metrics["rollout/log_probs"] == pytest.approx(second, abs=1e-5)
         assert [name for name in worker._weight_sets._sets if name.startswith("sampled")] == ["sampled by version 2"]
+        for unknown in (sampled_by(1), sampled_by(9), tuple(replace(s, weight_versions=()) for s in sampled_by(2))):
+            (metrics,) = worker.train(batch_of(unknown)).steps
+            assert metrics["rollout/log_probs"] == pytest.approx(second, abs=1e-5), "the nearest that is kept"
 
 
 def test_versions_go_on_where_a_resumed_run_left_them(model_of: Callable[..., Path], tmp_path: Path) -> None:
@@ -80,6 +83,23 @@ def test_the_engines_log_probs_can_be_the_old_ones(model_of: Callable[..., Path]
     assert metrics["train/ppo_kl"] == pytest.approx(rollout - current, rel=1e-5)
     assert metrics["train/mismatch_kl"] == pytest.approx(rollout - current, rel=1e-5), "still trainer against engine"
     assert "perf/actor_log_probs_time" not in metrics, "no pass of its own"
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_weights_of_a_step_can_be_scaled_to_a_mean_of_one(model_of: Callable[..., Path], steps: int) -> None:
+    words = ["--fp32", "--lr", "0", "--clip-grad", "0", "--calculate-per-token-loss"]
+    words += ["--num-steps-per-rollout", str(steps), "--use-tis", "--tis-clip", "1.1", "--tis-veto", "0.3"]
+    samples = make_samples(masked=True)
+    made = [make_step(samples[:4], (0, 1), (2, 3)), make_step(samples[4:], (6, 5), (4, 7))]
+    batch = batch_of(samples, *(made if steps == 2 else [make_step(samples, (0, 5, 2), (1, 3, 4, 6, 7))]))
+    found = []
+    for flags in ([], ["--tis-batch-normalize"]):
+        with started(config_of(model_of(), *words, *flags)) as worker:
+            found.append(worker.train(batch).steps)
+    for plain, scaled in zip(*found, strict=True):
+        assert 0 < plain["train/tis"] < 0.9, "the mean over trained tokens"
+        assert scaled["train/pg_loss"] == pytest.approx(plain["train/pg_loss"] / plain["train/tis"], rel=1e-5)
+        assert scaled["train/grad_norm"] == pytest.approx(plain["train/grad_norm"] / plain["train/tis"], rel=1e-5)
 
 
 def rollouts(count: int, start: int = 0) -> list[TrainBatch]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from vime.algorithms.advantages import AdvantageSettings, PackedSamples
+from vime.algorithms.corrections import ImportanceSampling, importance_weights
 from vime.config.sections import Algorithm
-from vime.training.loss import not_finite
+from vime.training.loss import no_log_probs, not_finite
 from vime.training.packing import MicroBatch
+from vime.types import TrainBatch
 
-__all__ = ["advantages_of", "drop_not_finite"]
+__all__ = ["advantages_of", "drop_not_finite", "weight_scales"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +36,33 @@ def advantages_of(
         gamma=algorithm.gamma, lambd=algorithm.lambd, kl_coef=algorithm.kl_coef, kl_kind=algorithm.kl_loss_type
     )
     return algorithm.estimator.advantages(samples, settings)
+
+
+def weight_scales(
+    batch: TrainBatch,
+    packs: Sequence[MicroBatch],
+    old: Sequence[Tensor | None],
+    settings: ImportanceSampling,
+    sum_over_ranks: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    """What the importance weights of each micro-batch are multiplied by, so that the mean over the trained tokens of
+    its step is 1: a float32 scalar each. Where all weights are 0 they stay so.
+
+    Args:
+        old: log-probs of the policy before the update.
+        sum_over_ranks: adds up a float64 tensor of every rank that has samples of its own.
+    """
+    steps = [number for number, step in enumerate(batch.steps) for _ in step.micro_batches]
+    sums = torch.zeros(len(batch.steps), 2, dtype=torch.float64, device=packs[0].mask_t.device)
+    for number, pack, old_t in zip(steps, packs, old, strict=True):
+        assert old_t is not None, "their pass comes first"
+        if pack.rollout_log_probs_t is None:
+            raise no_log_probs("--use-tis", pack)
+        found = importance_weights(old_t, pack.rollout_log_probs_t, pack.mask_t, pack.lengths_n, settings)
+        sums[number] += torch.stack((found.weights_t[pack.mask_t].double().sum(), pack.mask_t.double().sum()))
+    weights, tokens = sum_over_ranks(sums).unbind(1)
+    scales = torch.where(weights > 0, tokens / weights, 1.0).float()
+    return [scales[number] for number in steps]
 
 
 def drop_not_finite(advantages_t: Tensor, pack: MicroBatch) -> int:

@@ -20,12 +20,22 @@ from vime.algorithms.kl import kl
 from vime.algorithms.policy_loss import ClipRange
 from vime.algorithms.ratio import log_ratio
 from vime.config import Config
+from vime.config.sections import OffPolicy
 from vime.training.logprobs import TokenLogProbs
 from vime.training.model import answer_of, run
 from vime.training.packing import MicroBatch
 from vime.types import InvalidSample
 
-__all__ = ["Given", "LossSettings", "Partial", "PolicyObjective", "no_log_probs", "not_finite", "policy_objective"]
+__all__ = [
+    "Given",
+    "LossSettings",
+    "Partial",
+    "PolicyObjective",
+    "importance_sampling",
+    "no_log_probs",
+    "not_finite",
+    "policy_objective",
+]
 
 Correct: TypeAlias = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Mapping[str, Tensor]]]
 """Loss [T], the trainer's log-probs [T] and micro-batch → the corrected loss, and what is worth watching of tokens."""
@@ -67,19 +77,23 @@ class LossSettings:
             entropy_coef=algorithm.entropy_coef,
             per_token=config.batch.calculate_per_token_loss,
             dr_grpo_divisor=algorithm.dr_grpo_divisor if algorithm.use_dr_grpo else None,
-            importance=ImportanceSampling(
-                level=off_policy.tis_level,
-                mode=off_policy.tis_mode,
-                low=off_policy.tis_clip_low,
-                high=off_policy.tis_clip,
-                veto=off_policy.tis_veto,
-            ),
+            importance=importance_sampling(off_policy),
             weighted=off_policy.use_tis,
             opsm_delta=off_policy.opsm_delta if off_policy.use_opsm else None,
             rollout_is_old=off_policy.use_rollout_logprobs,
             correct=correct,
             make_mean=make_mean,
         )
+
+
+def importance_sampling(off_policy: OffPolicy) -> ImportanceSampling:
+    return ImportanceSampling(
+        level=off_policy.tis_level,
+        mode=off_policy.tis_mode,
+        low=off_policy.tis_clip_low,
+        high=off_policy.tis_clip,
+        veto=off_policy.tis_veto,
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,6 +103,7 @@ class Given:
     advantages_t: Tensor
     old_log_probs_t: Tensor | None = None  # None: the policy has not moved, so they are the current ones
     ref_log_probs_t: Tensor | None = None  # None: there is no KL term
+    weight_scale: Tensor | None = None  # float32 scalar: what makes the mean importance weight of the step 1
     dropped: int = 0  # samples whose advantages were not finite, and which have no trained token for it
 
 
@@ -165,7 +180,7 @@ class _Terms:
         self._batch, self._settings = batch, settings
         self._log_probs, self._current = answer.log_probs_t, answer.log_probs_t.detach()
         self._old = self._current if given.old_log_probs_t is None else given.old_log_probs_t
-        self._advantages = given.advantages_t
+        self._advantages, self._weight_scale = given.advantages_t, given.weight_scale
         self._clamped = torch.zeros_like(batch.mask_t)
         self._watched: dict[str, Tensor] = {}
         self.maxima: dict[str, Tensor] = {}
@@ -236,7 +251,8 @@ class _Terms:
             self._watched |= watched
             return loss
         self._clamped |= correction.clamped_t
-        return loss * correction.weights_t
+        weights = correction.weights_t
+        return loss * (weights if self._weight_scale is None else weights * self._weight_scale)
 
     def _without_off_policy_samples(self, loss: Tensor) -> Tensor:
         if self._settings.opsm_delta is None:

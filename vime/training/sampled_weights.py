@@ -41,7 +41,8 @@ class SampledWeights:
         if not self._kept:
             yield
             return
-        chosen = self._kept[-1] if version is None else max(version, self._kept[0])
+        oldest, newest = self._kept[0], self._kept[-1]
+        chosen = newest if version is None else min(max(version, oldest), newest)
         for old in [kept for kept in self._kept if kept < chosen]:
             self._sets.drop(_name(old))
             self._kept.remove(old)

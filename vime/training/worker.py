@@ -18,9 +18,9 @@ from vime.models import ModelShape
 from vime.training.build import build_chunks, precision_fields
 from vime.training.checkpoint import load_weights, save_megatron
 from vime.training.draft import DraftObjective, embedding_lent
-from vime.training.estimates import advantages_of, drop_not_finite
+from vime.training.estimates import advantages_of, drop_not_finite, weight_scales
 from vime.training.forward import is_last_stage, log_probs_of
-from vime.training.loss import Given, no_log_probs
+from vime.training.loss import Given, importance_sampling, no_log_probs
 from vime.training.model_worker import (
     Clock,
     ModelWorker,
@@ -197,10 +197,23 @@ class TrainWorker(ModelWorker[Given]):
         dropped = [drop_not_finite(advantages_t, pack) for advantages_t, pack in zip(found, packs, strict=True)]
         if self.config.algorithm.normalize_advantages:
             found = _whitened(found, packs)
+        scales = self._weight_scales(batch, packs, old)
         return [
-            Given(advantages_t=advantages, old_log_probs_t=old_log_probs, ref_log_probs_t=ref_log_probs, dropped=count)
-            for advantages, old_log_probs, ref_log_probs, count in zip(found, old, ref, dropped, strict=True)
+            Given(
+                advantages_t=advantages_t,
+                old_log_probs_t=old_t,
+                ref_log_probs_t=ref_t,
+                weight_scale=scale,
+                dropped=count,
+            )
+            for advantages_t, old_t, ref_t, scale, count in zip(found, old, ref, scales, dropped, strict=True)
         ]
+
+    def _weight_scales(self, batch: TrainBatch, packs: Sequence[MicroBatch], old: LogProbs) -> Sequence[Tensor | None]:
+        off_policy = self.config.off_policy
+        if not off_policy.tis_batch_normalize:
+            return [None] * len(packs)
+        return weight_scales(batch, packs, old, importance_sampling(off_policy), sum_over_data_parallel)
 
     def _policies(self, packs: Sequence[MicroBatch], clock: Clock) -> tuple[LogProbs, LogProbs]:
         """Log-probs of the actor before the update and of the reference, where they are needed.
@@ -218,7 +231,7 @@ class TrainWorker(ModelWorker[Given]):
                 ref = self._log_probs(packs, "ref_")
         replayed, engine = algorithm.use_routing_replay, off_policy.use_rollout_logprobs
         moves = self.config.batch.num_steps_per_rollout > 1 or algorithm.kl_coef or off_policy.keep_old_actor
-        wanted = (moves and not engine) or self._hooks.want_log_probs
+        wanted = (moves and not engine) or off_policy.tis_batch_normalize or self._hooks.want_log_probs
         if replayed or (wanted and not scored):
             with clock.phase("log_probs"), self._sampling_actor(packs), recorded(packs) if replayed else nullcontext():
                 old = self._log_probs(packs, "")

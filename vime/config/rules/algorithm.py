@@ -91,7 +91,7 @@ def one_old_policy(config: Config) -> Iterator[Violation]:
 
 def importance_sampling(config: Config) -> Iterator[Violation]:
     off_policy = config.off_policy
-    for name in ("tis_level", "tis_mode", "tis_clip", "tis_clip_low", "tis_veto"):
+    for name in ("tis_level", "tis_mode", "tis_clip", "tis_clip_low", "tis_veto", "tis_batch_normalize"):
         if is_given(config, name) and not off_policy.use_tis:
             yield Violation(f"{option(name)} needs --use-tis", ("use_tis",))
     if is_given(config, "opsm_delta") and not off_policy.use_opsm:
@@ -125,6 +125,8 @@ def custom_parts(config: Config) -> Iterator[Violation]:
     algorithm, hooks = config.algorithm, config.hooks
     if hooks.custom_tis_function_path is not None and not config.off_policy.use_tis:
         yield Violation("--custom-tis-function-path needs --use-tis", ("use_tis",))
+    if hooks.custom_tis_function_path is not None and config.off_policy.tis_batch_normalize:
+        yield Violation("--custom-tis-function-path and --tis-batch-normalize exclude each other")
     if hooks.custom_pg_loss_reducer_function_path is not None and algorithm.use_dr_grpo:
         yield Violation("--custom-pg-loss-reducer-function-path and --use-dr-grpo exclude each other")
     if hooks.custom_advantage_function_path is not None and algorithm.needs_critic:

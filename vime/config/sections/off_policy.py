@@ -32,6 +32,9 @@ class OffPolicy:
     tis_veto: float | None = flag(
         None, help="Leave out a sample in which one trained token has a ratio below this, 1e-4 for instance."
     )
+    tis_batch_normalize: bool = flag(
+        False, help="Scale the ratios of a step to a mean of 1 over its trained tokens, after every bound."
+    )
     use_opsm: bool = flag(
         False, help="Leave out tokens of negative advantage in samples that the policy has moved away from."
     )
