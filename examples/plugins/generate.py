@@ -6,40 +6,39 @@ import functools
 from typing import Any
 
 from vime.data.tokenizer import load_tokenizer
+from vime.rollout.generate import append
 from vime.serving.client import RouterClient
 from vime.types import Sample, SamplingParams
 
-HINT = "\nWait, let me check that again.\n"
+HINT = "\nWait.\n"
 
 
 async def think_twice(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Lets the model answer, adds a hint, and lets it go on; the hint is not the model's own and not trained."""
+    """Lets the model use half of the room, adds a hint, and lets it go on. The hint is not its own and not trained."""
     tokenizer, client = tools(args.hf_checkpoint, args.vllm_router_ip, args.vllm_router_port)
     hint = tokenizer.encode(HINT, add_special_tokens=False)
-    prompt = tokenizer.encode(text_of(sample, tokenizer), add_special_tokens=False)
-    response: list[int] = []
-    mask: list[int] = []
-    log_probs: list[float] = []
-    versions: list[int] = []
-    for turn in range(2):
-        budget = sampling_params["max_tokens"] - len(response)
-        if budget <= 0:
+    sample.tokens = tokenizer.encode(text_of(sample, tokenizer), add_special_tokens=False)
+    sample.loss_mask = []
+    for share in (2, 1):
+        room = sampling_params["max_tokens"] - sample.response_length
+        params = SamplingParams(**(sampling_params | {"max_tokens": max(room // share, 1)}))
+        answer = await client.generate(sample.tokens, params, session_id=str(sample.session_id))
+        append(sample, answer)  # tokens, loss mask, log-probs, weight versions and status
+        if share == 1 or room - len(answer.token_ids) <= len(hint):
             break
-        params = SamplingParams(**(sampling_params | {"max_tokens": budget}))
-        answer = await client.generate(prompt + response, params, session_id=str(sample.session_id))
-        response += answer.token_ids
-        mask += [1] * len(answer.token_ids)
-        log_probs += answer.log_probs
-        versions += answer.weight_versions
-        if answer.finish_reason != "stop" or turn == 1:
-            break
-        response, mask = response + hint, mask + [0] * len(hint)
-        log_probs, versions = log_probs + [0.0] * len(hint), versions + [versions[-1]] * len(hint)
-    sample.tokens, sample.response_length, sample.loss_mask = prompt + response, len(response), mask
-    sample.rollout_log_probs, sample.weight_versions = log_probs, versions
-    sample.response = tokenizer.decode(response, skip_special_tokens=True)
-    sample.status = Sample.Status.COMPLETED if answer.finish_reason == "stop" else Sample.Status.TRUNCATED
+        add_hint(sample, hint)
+    sample.response = tokenizer.decode(sample.tokens[sample.prompt_length :], skip_special_tokens=True)
     return sample
+
+
+def add_hint(sample: Sample, hint: list[int]) -> None:
+    """Tokens of ours: masked, with a log-prob of 0 and the version of the tokens before them."""
+    assert sample.loss_mask is not None and sample.rollout_log_probs is not None
+    sample.tokens += hint
+    sample.response_length += len(hint)
+    sample.loss_mask += [0] * len(hint)
+    sample.rollout_log_probs += [0.0] * len(hint)
+    sample.weight_versions += [sample.weight_versions[-1]] * len(hint)
 
 
 def text_of(sample: Sample, tokenizer: Any) -> str:

@@ -31,6 +31,21 @@ def rank_in_group(args: Any, samples: list[Sample]) -> tuple[list[float], list[f
     return raw, [_rank(reward, groups[s.group_index]) for s, reward in zip(samples, raw, strict=True)]
 
 
+def centred_rows(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
+    """One row a sample; rewards relative to the mean of the rollout. Samples without a reward stay, but untrained."""
+    scores = [sample.score(args.reward_key) if sample.reward is not None else None for sample in samples]
+    known = [score for score in scores if score is not None]
+    mean = sum(known) / max(len(known), 1)
+    masks = [sample.loss_mask or [1] * sample.response_length for sample in samples]
+    return {
+        "tokens": [sample.tokens for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "rewards": [0.0 if score is None else score - mean for score in scores],
+        "raw_reward": [score or 0.0 for score in scores],
+        "loss_masks": [[0] * len(mask) if score is None else mask for mask, score in zip(masks, scores, strict=True)],
+    }
+
+
 def _rank(reward: float, group: list[float]) -> float:
     below, above = sum(other < reward for other in group), sum(other > reward for other in group)
     return (below - above) / max(len(group) - 1, 1)

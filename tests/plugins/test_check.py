@@ -11,6 +11,8 @@ from vime.cli.main import main
 from vime.errors import UserError
 from vime.plugins.check import Verdict, check
 
+CONVERT, DATA = "custom-convert-samples-to-train-data-path", "rollout-data-postprocess-path"
+
 WRONG = [
     ("custom-rm-path", "reward_of_text", "the reward must be a number, not '1'"),
     ("custom-rm-path", "reward_nan", "the reward must be finite, not nan"),
@@ -57,6 +59,42 @@ WRONG = [
     ("custom-reward-post-process-path", "process_by_position", "raised IndexError: "),
     ("custom-reward-post-process-path", "process_changes_samples", "must not change samples[0].reward"),
     ("custom-rollout-log-function-path", "log_divides", "raised TypeError: "),
+    ("rollout-sample-hook", "hook_drops", "must return the Sample, not str 'dropped'"),
+    ("rollout-sample-hook", "hook_breaks_mask", "loss_mask has 1 entries for 6 response tokens"),
+    (
+        "dynamic-sampling-filter-path",
+        "dynamic_reason_only",
+        "must return True or False, or an object with keep, not str",
+    ),
+    ("dynamic-sampling-filter-path", "dynamic_breaks", "raised TypeError: "),
+    ("buffer-filter-path", "buffer_copies", "must remove the groups that it returns from the buffer"),
+    ("buffer-filter-path", "buffer_too_many", "returned 3 groups where 2 were wanted"),
+    ("buffer-filter-path", "buffer_new", "returned a group that was not in the buffer"),
+    (
+        "rollout-all-samples-process-path",
+        "all_samples_returns",
+        "must change its arguments in place and return nothing",
+    ),
+    (CONVERT, "convert_list", "must return a dict of lists, not list"),
+    (CONVERT, "convert_without_rewards", "left out rewards: a rollout needs tokens, response_lengths, rewards"),
+    (CONVERT, "convert_short", "returned 11 tokens and 1 rewards: one a row"),
+    (CONVERT, "convert_misspelt", "returned 'loss_mask', which nobody reads; there are tokens,"),
+    (CONVERT, "convert_mask", "gave 1 values as loss_masks[0], which must have 2"),
+    (CONVERT, "convert_nan", "gave nan as rewards[0], which must be finite"),
+    (CONVERT, "convert_half", "returned 6 rows for 11 samples; then it must give sample_indices too"),
+    (CONVERT, "convert_twice", "gave two rows the same sample index"),
+    ("custom-update-weight-post-write-path", "written_moved", "must leave the weights where they are"),
+    ("custom-megatron-init-path", "init_returns", "must change its arguments in place and return nothing, not int 1"),
+    ("custom-model-provider-path", "provider_returns_nothing", "must return a model, not NoneType"),
+    ("custom-model-provider-path", "provider_returns_another", "must return the model that build("),
+    ("custom-megatron-before-log-prob-hook-path", "log_prob_needs_layers", "'list' object has no attribute 'decoder'"),
+    ("custom-megatron-before-train-step-hook-path", "step_breaks_weights", "left values that are not finite"),
+    (DATA, "data_expects_advantages", "raised KeyError: 'advantages'"),
+    (DATA, "data_drops_advantages", "must leave advantages in rollout_data (for the last pipeline stage)"),
+    (DATA, "data_short", "set rollout_log_probs[2] to the shape [3], it must be [4]"),
+    (DATA, "data_nan", "set rollout_log_probs[2] to values that are not finite"),
+    (DATA, "data_soft_masks", "set loss_masks[0] to values other than 0 and 1"),
+    (DATA, "data_changes_tokens", "must not change rollout_data['tokens']"),
 ]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+
+import torch
 
 from vime.types import Sample
 
@@ -222,3 +225,131 @@ def process_changes_samples(args, samples):
 
 def log_divides(rollout_id, args, samples, rollout_extra_metrics, rollout_time):
     print(sum(sample.reward for sample in samples) / len(samples))
+
+
+def hook_drops(args, sample, *, rollout_id=None, evaluation=False):
+    return "dropped"
+
+
+def hook_breaks_mask(args, sample, *, rollout_id=None, evaluation=False):
+    sample.loss_mask = [1]
+    return sample
+
+
+def dynamic_reason_only(args, samples):
+    return "all wrong"
+
+
+def dynamic_breaks(args, samples):
+    return max(sample.reward for sample in samples) > 0
+
+
+def buffer_copies(args, rollout_id, buffer, num_samples):
+    return buffer[:num_samples]
+
+
+def buffer_too_many(args, rollout_id, buffer, num_samples):
+    taken = list(buffer)
+    buffer.clear()
+    return taken
+
+
+def buffer_new(args, rollout_id, buffer, num_samples):
+    return [[Sample()]]
+
+
+def all_samples_returns(args, all_samples, data_source):
+    return all_samples
+
+
+def convert_list(args, samples):
+    return [sample.tokens for sample in samples]
+
+
+def convert_without_rewards(args, samples):
+    return {"tokens": [s.tokens for s in samples], "response_lengths": [s.response_length for s in samples]}
+
+
+def rows_of(samples):
+    rewards = [sample.reward or 0.0 for sample in samples]
+    return {
+        "tokens": [s.tokens for s in samples],
+        "response_lengths": [s.response_length for s in samples],
+        "rewards": rewards,
+    }
+
+
+def convert_short(args, samples):
+    return rows_of(samples) | {"rewards": [0.0]}
+
+
+def convert_misspelt(args, samples):
+    return rows_of(samples) | {"loss_mask": [[1] * s.response_length for s in samples]}
+
+
+def convert_mask(args, samples):
+    return rows_of(samples) | {"loss_masks": [[1] for s in samples]}
+
+
+def convert_nan(args, samples):
+    return rows_of(samples) | {"rewards": [math.nan for s in samples]}
+
+
+def convert_half(args, samples):
+    return rows_of(samples[::2])
+
+
+def convert_twice(args, samples):
+    return rows_of(samples) | {"sample_indices": [0 for s in samples]}
+
+
+def written_moved(args, version_dir, rollout_engines):
+    (Path(version_dir) / "model.safetensors").unlink()
+
+
+# --- the trainer
+
+
+def init_returns(args):
+    return 1
+
+
+def provider_returns_nothing(pre_process, post_process, vp_stage, *, build=None):
+    build(pre_process, post_process, vp_stage)
+
+
+def provider_returns_another(pre_process, post_process, vp_stage):
+    return torch.nn.Linear(1, 1)
+
+
+def log_prob_needs_layers(args, model, store_prefix):
+    return model.decoder
+
+
+def step_breaks_weights(args, rollout_id, step_id, model, optimizer, opt_param_scheduler):
+    with torch.no_grad():
+        next(model[0].parameters()).mul_(math.inf)
+
+
+def data_expects_advantages(args, rollout_id, rollout_data):
+    rollout_data["advantages"] = [2 * advantage for advantage in rollout_data["advantages"]]
+
+
+def data_drops_advantages(args, rollout_id, rollout_data):
+    rollout_data.pop("advantages", None)
+
+
+def data_short(args, rollout_id, rollout_data):
+    rollout_data["rollout_log_probs"][2] = rollout_data["rollout_log_probs"][2][1:]
+
+
+def data_nan(args, rollout_id, rollout_data):
+    rollout_data["rollout_log_probs"][2][0] = math.nan
+
+
+def data_soft_masks(args, rollout_id, rollout_data):
+    rollout_data["loss_masks"] = [0.5 * mask for mask in rollout_data["loss_masks"]]
+
+
+def data_changes_tokens(args, rollout_id, rollout_data):
+    rollout_data["tokens"][0][0] = 7

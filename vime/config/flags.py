@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -41,9 +41,20 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def flag(default: T, *, help: str, secret: bool = False, choices: tuple[str, ...] = ()) -> T:  # noqa: A002
-    """A flag with a default. ``choices`` is for sets which are only known to a table; others are typed as Literal."""
-    metadata = {"help": help, "secret": secret, "choices": choices}
+def flag(
+    default: T,
+    *,
+    help: str,  # noqa: A002
+    secret: bool = False,
+    choices: tuple[str, ...] = (),
+    repeats: bool = False,
+) -> T:
+    """A flag with a default. ``choices`` is for sets which are only known to a table; others are typed as Literal.
+
+    Args:
+        repeats: a flag that is given again adds to what it had; else the last one wins.
+    """
+    metadata = {"help": help, "secret": secret, "choices": choices, "repeats": repeats}
     if isinstance(default, dict):
         return typing.cast(T, dataclasses.field(default_factory=default.copy, metadata=metadata))
     return dataclasses.field(default=default, metadata=metadata)
@@ -59,6 +70,11 @@ def derived(rule: str, *, help: str) -> Any:  # noqa: A002
     return dataclasses.field(default=None, metadata={"help": help, "derived": rule})
 
 
+def _kind(hint: Any, metadata: Mapping[str, Any]) -> Kind:
+    kind = kind_of(hint, metadata.get("choices", ()))
+    return dataclasses.replace(kind, appends=True) if metadata.get("repeats") else kind
+
+
 def flags_of(section: str, cls: type) -> Iterator[Flag]:
     """The flags of one section class, in the order of its fields."""
     hints = typing.get_type_hints(cls)
@@ -67,7 +83,7 @@ def flags_of(section: str, cls: type) -> Iterator[Flag]:
         yield Flag(
             section=section,
             name=item.name,
-            kind=kind_of(hints[item.name], item.metadata.get("choices", ())),
+            kind=_kind(hints[item.name], item.metadata),
             help=item.metadata["help"],
             default=default,
             required=item.metadata.get("required", False),

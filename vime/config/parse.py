@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vime.config.config import OWN_FLAGS, Config, FrozenMap
+from vime.config.custom import custom_values
 from vime.config.derive import derive
 from vime.config.flags import Flag
-from vime.config.reading import Draft, read, yaml_entries
+from vime.config.reading import Draft, read
 from vime.config.role_file import read_roles
 from vime.config.rules import RULES, WARNINGS, Rule
 from vime.config.sections import SECTIONS
@@ -128,12 +129,10 @@ def _build(values: dict[str, Any], draft: Draft, custom: dict[str, Any], critic_
 
 
 def _custom(path: str | None, errors: list[str]) -> dict[str, Any]:
-    if path is None:
-        return {}
     try:
-        return {key.replace("-", "_"): value for key, value, _ in yaml_entries(path)}
+        return custom_values(path)
     except UserError as error:
-        errors.append(str(error))
+        errors += str(error).splitlines()
         return {}
 
 

@@ -7,12 +7,11 @@ _BY_TOPIC = {
     "balance-by-flops data-pad-size-multiplier async-save release-train",
     "data": "multimodal-keys disable-rollout-global-dataset",
     "sampling": "over-sampling-batch-size dynamic-sampling-filter-path partial-rollout "
-    "mask-offpolicy-in-partial-rollout buffer-filter-path rollout-all-samples-process-path rollout-sample-hook "
+    "mask-offpolicy-in-partial-rollout buffer-filter-path "
     "update-weights-interval",
     "algorithms": "use-rollout-entropy use-opd opd-type opd-kl-coef opd-teacher-load pg-loss-type",
     "mixture of experts": "use-rollout-routing-replay",
-    "training hooks": "custom-convert-samples-to-train-data-path model-name only-train-params-name-list "
-    "freeze-params-name-list",
+    "training hooks": "model-name",
     "engines": "vllm-config vllm-enable-deterministic-inference vllm-weight-sync-packed prefill-num-servers "
     "rollout-external-engine-addrs use-fault-tolerance rollout-health-check-first-wait rollout-health-check-interval "
     "rollout-health-check-timeout",

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from vime.plugins.contract import WrongAnswer, shown
 from vime.types import Group, InvalidSample, Sample, Status
@@ -44,21 +47,26 @@ def rewards_pair(answer: Any, count: int) -> tuple[list[float], list[float]]:
     """(raw rewards, rewards to train on) of ``count`` samples."""
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise WrongAnswer(f"must return two lists, (raw rewards, rewards), not {shown(answer)}")
-    raw, rewards = (_numbers(values, name) for values, name in zip(answer, ("raw rewards", "rewards"), strict=True))
+    raw, rewards = (numbers(values, name) for values, name in zip(answer, ("raw rewards", "rewards"), strict=True))
     if not len(raw) == len(rewards) == count:
         raise WrongAnswer(f"returned {len(raw)} raw rewards and {len(rewards)} rewards for {count} samples")
     return raw, rewards
 
 
-def groups_and_metrics(answer: Any) -> tuple[list[Group], dict[str, float]]:
-    """What a rollout function generated: groups, or an object that has them as ``samples`` (and ``metrics``)."""
+def groups_and_metrics(answer: Any, *, generated: bool = True) -> tuple[list[Group], dict[str, float]]:
+    """What a rollout function made: groups, or an object that has them as ``samples`` (and ``metrics``).
+
+    Args:
+        generated: whether the samples must have responses already.
+    """
     groups = getattr(answer, "samples", answer)
     if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
         raise WrongAnswer(f"must return a list of groups, each a list of samples, not {shown(answer)}")
     for sample in (sample for group in groups for sample in group):
         if not isinstance(sample, Sample):
             raise WrongAnswer(f"returned a group that holds {shown(sample)} instead of a Sample")
-        generated_sample(sample, sample.index, sample.group_index)
+        if generated:
+            generated_sample(sample, sample.index, sample.group_index)
         if sample.index is None or sample.group_index is None:
             raise WrongAnswer("returned a sample without index or group_index; those of the data source must be kept")
     indices = [sample.index for group in groups for sample in group]
@@ -75,7 +83,7 @@ def eval_data_and_metrics(answer: Any) -> tuple[EvalData, dict[str, float]]:
     for name, entry in data.items():
         if not isinstance(entry, Mapping) or "rewards" not in entry:
             raise WrongAnswer(f"returned no rewards for {name!r}: a data set is a dict with the key rewards")
-        _numbers(entry["rewards"], f"rewards of {name!r}")
+        numbers(entry["rewards"], f"rewards of {name!r}")
     return data, metrics_of(getattr(answer, "metrics", None))
 
 
@@ -86,6 +94,50 @@ def metrics_of(answer: Any) -> dict[str, float]:
     if not isinstance(answer, Mapping):
         raise WrongAnswer(f"must give metrics as a dict of numbers, not {shown(answer)}")
     return {str(name): _number(value, f"metric {name!r}") for name, value in answer.items()}
+
+
+def hooked_sample(answer: Any, sample: Sample) -> Sample:
+    """What a sample hook made of a sample; None: what it did in place."""
+    return generated_sample(sample if answer is None else answer, sample.index, sample.group_index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Whether a group counts."""
+
+    keep: bool
+    reason: str = ""  # of a drop; drops are counted by it
+    keep_when_insufficient: bool = False  # whether it may fill the batch after all, when too few are kept
+
+
+def kept_group(answer: Any) -> Kept:
+    """What a dynamic sampling filter says: a bool, or an object with ``keep`` and perhaps the other fields of Kept."""
+    keep = getattr(answer, "keep", answer)
+    if not isinstance(keep, bool | np.bool_):
+        raise WrongAnswer(f"must return True or False, or an object with keep, not {shown(answer)}")
+    return Kept(
+        keep=bool(keep),
+        reason=str(getattr(answer, "reason", "") or ""),
+        keep_when_insufficient=bool(getattr(answer, "keep_when_insufficient", False)),
+    )
+
+
+def taken_groups(answer: Any, buffer: Sequence[Group], before: Sequence[Group], wanted: int) -> list[Group]:
+    """The groups that a buffer filter took out of the buffer.
+
+    Args:
+        buffer, before: what is left in it, and what was in it.
+    """
+    if not isinstance(answer, list):
+        raise WrongAnswer(f"must return a list of groups, not {shown(answer)}")
+    if len(answer) > wanted:
+        raise WrongAnswer(f"returned {len(answer)} groups where {wanted} were wanted")
+    taken, left = {id(group) for group in answer}, {id(group) for group in buffer}
+    if taken - {id(group) for group in before}:
+        raise WrongAnswer("returned a group that was not in the buffer")
+    if taken & left:
+        raise WrongAnswer("must remove the groups that it returns from the buffer")
+    return answer
 
 
 def new_groups(answer: Any, wanted: int) -> list[Group]:
@@ -105,10 +157,28 @@ def new_groups(answer: Any, wanted: int) -> list[Group]:
     return answer
 
 
-def _numbers(values: Any, name: str) -> list[float]:
+def numbers(values: Any, name: str, length: int | None = None) -> list[float]:
+    """Finite numbers, ``length`` of them if that is given."""
     if isinstance(values, str | Mapping) or not hasattr(values, "__iter__"):
         raise WrongAnswer(f"must give {name} as a list of numbers, not {shown(values)}")
-    return [_number(value, f"{name}[{place}]") for place, value in enumerate(values)]
+    array = _array(values)
+    read: list[float] = (
+        array.astype(float).tolist()
+        if array is not None and np.isfinite(array).all()
+        else [_number(value, f"{name}[{place}]") for place, value in enumerate(values)]  # to tell which one is wrong
+    )
+    if length is not None and len(read) != length:
+        raise WrongAnswer(f"gave {len(read)} values as {name}, which must have {length}")
+    return read
+
+
+def _array(values: Any) -> np.ndarray[Any, Any] | None:
+    """Plain numbers as an array, without a look at each."""
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return array if array.dtype.kind in "biuf" and array.ndim == 1 else None
 
 
 def _number(value: Any, name: str) -> float:

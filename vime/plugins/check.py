@@ -9,7 +9,8 @@ from typing import Any
 
 from vime.config import Args
 from vime.config.config import OWN_FLAGS
-from vime.config.reading import Draft, read, yaml_entries
+from vime.config.custom import custom_values
+from vime.config.reading import Draft, read
 from vime.config.unimplemented import UNIMPLEMENTED
 from vime.data import jsonl
 from vime.data.jsonl import Keys, Row
@@ -46,7 +47,7 @@ def check(argv: Sequence[str]) -> list[Verdict]:
     draft = read(rest)
     values = {name: flag.default for name, flag in OWN_FLAGS.items()} | DEFAULTS | draft.of("vime")
     named = {name: paths_of(values[name]) for name in CONTRACTS if values.get(name)} | named
-    custom = _custom(values["custom_config_path"])
+    custom = custom_values(values["custom_config_path"])
     if draft.errors:
         raise UserError("\n".join(draft.errors))
     if not named:
@@ -92,10 +93,6 @@ def _foreign(draft: Draft) -> dict[str, Any]:
     values = draft.of("megatron")
     values |= {f"vllm_{name}": value for name, value in draft.of("vllm").items()}
     return values | {f"router_{name}": value for name, value in draft.of("router").items()}
-
-
-def _custom(path: str | None) -> dict[str, Any]:
-    return {} if path is None else {key.replace("-", "_"): value for key, value, _ in yaml_entries(path)}
 
 
 def _rows(values: Mapping[str, Any]) -> list[Row]:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from vime.serving import answers
+
 PATH = "/inference/v1/generate"
 LENGTH = 5
 """Tokens of an answer, unless max_tokens are fewer."""
@@ -45,7 +47,11 @@ class _Handler(BaseHTTPRequestHandler):
         except (ValueError, KeyError, TypeError) as error:
             self._answer(400, _error(f"the request cannot be read: {error!r}"))
             return
-        self._answer(200, generation(min(max_tokens, LENGTH), ended=max_tokens > LENGTH))
+        length, ended = min(max_tokens, LENGTH), max_tokens > LENGTH
+        if answers.MEDIA_TYPE in self.headers.get("Accept", ""):
+            self._answer(200, packed_generation(length, ended=ended))
+        else:
+            self._answer(200, generation(length, ended=ended))
 
     def do_GET(self) -> None:
         self._answer(404, _error(f"the synthetic engine of check-plugin answers POST {PATH} alone"))
@@ -53,8 +59,8 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *_: Any) -> None:  # noqa: A002 - silent
         return
 
-    def _answer(self, status: int, content: dict[str, Any]) -> None:
-        payload = json.dumps(content).encode()
+    def _answer(self, status: int, content: dict[str, Any] | bytes) -> None:
+        payload = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(payload)))
@@ -62,8 +68,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(payload)
 
 
+def packed_generation(length: int, *, ended: bool) -> bytes:
+    """The same as ``generation`` for clients that accept packed numbers, as ours does."""
+    tokens, log_probs = list(range(40, 40 + length)), [-0.5] * length
+    return answers.encode(tokens, log_probs, [{"version": "1", "start": 0, "end": length}], _reason(ended))
+
+
 def generation(length: int, *, ended: bool) -> dict[str, Any]:
-    """What an engine answers: tokens 40, 41, …, each with its log-prob, sampled by weights of version 1."""
+    """What vLLM answers: tokens 40, 41, …, each with its log-prob, sampled by weights of version 1."""
     return {
         "choices": [
             {
@@ -71,10 +83,14 @@ def generation(length: int, *, ended: bool) -> dict[str, Any]:
                 "token_ids": list(range(40, 40 + length)),
                 "logprobs": {"content": [{"logprob": -0.5} for _ in range(length)]},
                 "weight_versions": [{"version": "1", "start": 0, "end": length}],
-                "finish_reason": "stop" if ended else "length",
+                "finish_reason": _reason(ended),
             }
         ]
     }
+
+
+def _reason(ended: bool) -> str:
+    return "stop" if ended else "length"
 
 
 def _error(message: str) -> dict[str, Any]:

@@ -31,11 +31,14 @@ from vime.rollout.evaluation import EvalSet, Evaluated, eval_metrics
 from vime.rollout.generate import SingleTurn
 from vime.rollout.hooks import (
     CustomSource,
+    all_samples_process,
+    custom_conversion,
     custom_evaluation,
     custom_generate,
     custom_post_process,
     custom_rollout,
     sample_filter,
+    sample_hook,
 )
 from vime.rollout.manager import Collected, EvalMetrics, Generate, Rewarder, RolloutManager, RolloutMetrics, Runner
 from vime.rollout.shaping import shape_rewards
@@ -186,14 +189,21 @@ def make_manager(
     generate = _generate(prompts, args, generator)
     concurrency = config.engine.vllm_server_concurrency * max(config.cluster.num_engines, 1)
     collect, evaluate = hooks.get(contracts.ROLLOUT_FUNCTION), hooks.get(contracts.EVAL_FUNCTION)
-    removes = hooks.get(contracts.ROLLOUT_SAMPLE_FILTER)
+    removes, processes = hooks.get(contracts.ROLLOUT_SAMPLE_FILTER), hooks.get(contracts.ROLLOUT_ALL_SAMPLES_PROCESS)
+    runner = Runner(
+        generate,
+        rewarder,
+        seed=config.data.rollout_seed,
+        concurrency=concurrency,
+        hooks=[sample_hook(hook, args) for hook in hooks.all(contracts.ROLLOUT_SAMPLE_HOOK)],
+    )
     return RolloutManager(
         source=prompts.source,
-        runner=Runner(generate, rewarder, seed=config.data.rollout_seed, concurrency=concurrency),
+        runner=runner,
         batch_size=config.rollout.rollout_batch_size,
         sampling=sampling_params(config),
         post_process=_post_process(config, hooks, args),
-        convert=_convert(config),
+        convert=_convert(config, hooks, args),
         metrics=_rollout_metrics(config, hooks, args, version),
         recorder=recorder,
         eval_sets=[_eval_set(config, dataset, source) for dataset, source in prompts.eval_sources],
@@ -201,6 +211,7 @@ def make_manager(
         collect=custom_rollout(collect, args, prompts.source) if collect else None,
         evaluate=custom_evaluation(evaluate, args, prompts.source) if evaluate else None,
         sample_filter=sample_filter(removes, args) if removes else None,
+        process_all=all_samples_process(processes, args, prompts.source) if processes else None,
     )
 
 
@@ -293,11 +304,15 @@ def _post_process(config: Config, hooks: Hooks, args: Args) -> PostProcess:
     return shape_rewards(config)
 
 
-def _convert(config: Config) -> Convert:
+def _convert(config: Config, hooks: Hooks, args: Args) -> Convert:
     off_policy = config.off_policy
     needing = [name for name in ("use_tis", "use_rollout_logprobs") if getattr(off_policy, name)]
+    needs_log_probs = option(needing[0]) if needing else None
+    custom = hooks.get(contracts.CUSTOM_CONVERT_SAMPLES)
+    if custom is not None:
+        return custom_conversion(custom, args, needs_log_probs)
     return functools.partial(
         to_rollout_batch,
-        needs_log_probs=option(needing[0]) if needing else None,
+        needs_log_probs=needs_log_probs,
         exclude_zero_signal=config.algorithm.exclude_zero_signal_groups,
     )

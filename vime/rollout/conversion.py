@@ -46,17 +46,17 @@ def to_rollout_batch(
         UserError: not one sample has a reward.
         InvalidSample: a sample breaks a rule that training relies on, or has no log-probs where they are needed.
     """
-    samples = sorted(itertools.chain.from_iterable(groups), key=_order)
+    samples = sorted(itertools.chain.from_iterable(groups), key=index_of)
     graded = [sample for sample in samples if is_graded(sample)]
     if not graded:
         raise UserError(f"rollout {rollout_id}: no sample has a reward; the first: {_why_ungraded(samples)}")
     broken = [sample for sample in samples if sample.ended_well and _is_not_finite(sample.reward)]
-    processed = dict(zip(map(_order, graded), zip(*_checked(post_process, graded), strict=True), strict=True))
+    processed = dict(zip(map(index_of, graded), zip(*_checked(post_process, graded), strict=True), strict=True))
     rewards = {index: pair for index, pair in processed.items() if all(map(math.isfinite, pair))}
-    broken += [sample for sample in graded if _order(sample) not in rewards]
+    broken += [sample for sample in graded if index_of(sample) not in rewards]
     for sample in broken:
         logger.warning("%s: its reward is not a finite number; it is not trained on", sample.name)
-    frozen = [_freeze(sample, rewards.get(_order(sample))) for sample in samples]
+    frozen = [_freeze(sample, rewards.get(index_of(sample))) for sample in samples]
     if exclude_zero_signal:
         frozen = _without_zero_signal(frozen, rewards)
     if any(sample.rollout_log_probs is None for sample in frozen):
@@ -102,7 +102,12 @@ def is_graded(sample: Sample) -> bool:
     return sample.reward is not None and not failed and sample.ended_well and not _is_not_finite(sample.reward)
 
 
-def _order(sample: Sample) -> int:
+def index_of(sample: Sample) -> int:
+    """The key by which the samples of a rollout are ordered.
+
+    Raises:
+        InvalidSample: it was lost on the way.
+    """
     if sample.index is None:
         raise InvalidSample("a sample came back without its index; generate functions must keep it")
     return sample.index
@@ -150,8 +155,8 @@ def _freeze(sample: Sample, rewards: tuple[float, float] | None) -> TrainSample:
     trained = rewards is not None and not sample.remove_sample
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
     return TrainSample(
-        index=_order(sample),
-        group_index=sample.group_index if sample.group_index is not None else _order(sample),
+        index=index_of(sample),
+        group_index=sample.group_index if sample.group_index is not None else index_of(sample),
         tokens=tuple(sample.tokens),
         response_length=sample.response_length,
         loss_mask=tuple(mask) if trained else (0,) * sample.response_length,

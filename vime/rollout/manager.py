@@ -10,7 +10,7 @@ from typing import Protocol
 from vime.ports import DataSource, Recorder
 from vime.rollout.conversion import Convert, PostProcess, to_rollout_batch
 from vime.rollout.evaluation import EvalSet, Evaluate, Evaluated, eval_metrics
-from vime.rollout.sampling import SamplingLoop
+from vime.rollout.sampling import SamplingLoop, group_order
 from vime.rollout.tasks import together
 from vime.types import Group, RolloutBatch, Sample, SamplingParams, derive_seed
 
@@ -37,6 +37,10 @@ EvalMetrics = Callable[[int, Evaluated], dict[str, float]]
 """(rollout_id, what the evaluation gave) → metrics."""
 
 
+SampleHook = Callable[[Sample, bool], Awaitable[Sample]]
+"""(generated sample, whether for evaluation) → the sample, before it is graded."""
+
+
 class Rewarder(Protocol):
     """Puts rewards on samples; a failure becomes a Grade with status ERROR, never an exception."""
 
@@ -55,10 +59,20 @@ class Runner:
         seed: the run's seed; each sample's own is derived from it and the sample's identity, so it depends neither on
             the order of completion nor on the number of engines.
         concurrency: how many samples may be generated at once; grading is not counted.
+        hooks: called with each sample between the two, one after the other.
     """
 
-    def __init__(self, generate: Generate, rewarder: Rewarder, *, seed: int, concurrency: int) -> None:
+    def __init__(
+        self,
+        generate: Generate,
+        rewarder: Rewarder,
+        *,
+        seed: int,
+        concurrency: int,
+        hooks: Sequence[SampleHook] = (),
+    ) -> None:
         self._generate = generate
+        self._hooks = tuple(hooks)
         self._rewarder = rewarder
         self._seed = seed
         self._slots = asyncio.Semaphore(concurrency)
@@ -77,6 +91,8 @@ class Runner:
         seed = derive_seed(self._seed, *identity, str(sample.group_index), str(sample.index), sample.response_length)
         async with self._slots:
             done = await self._generate(sample, replace(sampling, seed=seed), bool(evaluation))
+        for hook in self._hooks:
+            done = await hook(done, bool(evaluation))
         if not self._rewarder.by_group:
             await self._rewarder.reward(done, evaluation=bool(evaluation))
         return done
@@ -89,6 +105,8 @@ class RolloutManager:
         collect: replaces the sampling loop if given.
         evaluate: replaces the evaluation of ``eval_sets`` if given.
         sample_filter: called with the closed groups; marks samples by ``remove_sample``.
+        process_all: called afterwards with all groups that were finished, dropped ones too, in the order of their
+            prompts.
     """
 
     def __init__(
@@ -107,6 +125,7 @@ class RolloutManager:
         collect: Collect | None = None,
         evaluate: Evaluate | None = None,
         sample_filter: Callable[[list[Group]], None] | None = None,
+        process_all: Callable[[int, list[Group]], None] | None = None,
     ) -> None:
         self._source = source
         self._runner = runner
@@ -121,6 +140,7 @@ class RolloutManager:
         self._collect = collect or self._sample
         self._evaluate = evaluate or self._evaluate_sets
         self._sample_filter = sample_filter
+        self._process_all = process_all
 
     async def generate(self, rollout_id: int) -> RolloutBatch:
         """One rollout: sampled, graded, recorded, and turned into a batch."""
@@ -131,6 +151,8 @@ class RolloutManager:
         metrics = self._metrics(rollout_id, collected, clock() - begin)
         if self._sample_filter is not None:
             self._sample_filter(groups)
+        if self._process_all is not None:
+            self._process_all(rollout_id, sorted([*groups, *collected.dropped], key=group_order))
         self._recorder.samples(rollout_id, [sample for group in groups for sample in group])
         batch = self._convert(rollout_id, groups, self._post_process)
         return replace(batch, metrics=metrics | batch.metrics)

@@ -159,7 +159,7 @@ class DialogueRollouts:
         self._batch_size = batch_size
         self._loss = loss
         hook = dialogues.hooks.get(contracts.ROLLOUT_FUNCTION)
-        self._collect: Collect = custom_rollout(hook, args, self._source) if hook else self._read
+        self._collect: Collect = custom_rollout(hook, args, self._source, generated=False) if hook else self._read
 
     async def generate(self, rollout_id: int) -> RolloutBatch:
         """The next dialogues. Samples of a custom function may have tokens and loss mask already."""

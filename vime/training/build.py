@@ -29,6 +29,7 @@ from vime.models import ModelShape
 from vime.platform import current
 from vime.platform.megatron_adam import use_adam
 from vime.platform.megatron_wgrad import use_accumulating_products
+from vime.training.freezing import Selection, settle_frozen
 from vime.training.layers.moe import Router
 from vime.training.layers.mtp import DraftBlock
 from vime.training.layers.rope import Rope
@@ -112,11 +113,18 @@ def build_chunks(
     *,
     model: type[GPTModel] = PolicyModel,
     provide: Provide | None = None,
+    selection: Selection | None = None,
     trainable: bool = True,
 ) -> list[Any]:
     """The model chunks of this rank (one, or one a virtual pipeline stage), wrapped for mixed precision and gradients.
 
     Weights are not initialised: load them before anything else.
+
+    Args:
+        model: the class of the model.
+        provide: makes each chunk, perhaps with the builder that it gets; see ``Provide``.
+        selection: which parameters are trained; None: all.
+        trainable: whether there are gradients at all.
     """
     megatron = transformer_config(shape, config)
     blocks = modules(megatron.transformer_impl)
@@ -127,6 +135,9 @@ def build_chunks(
     chunks = [_build_chunk(build, provide, config, megatron, stage) for stage in virtual]
     if not trainable:
         return chunks
+    if selection is not None:
+        selection.apply(chunks, shape)
+    settle_frozen(chunks, config)
     gradients = _gradient_config(config)
     wrapped = [
         DistributedDataParallel(megatron, gradients, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)

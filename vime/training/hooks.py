@@ -145,7 +145,8 @@ class TrainHooks:
         found = self._postprocess.call(self.args, batch.rollout_id, data, about=about, read=read)
         rows = Rows.of(batch)
         joined = {name: rows.join(tensors) for name, tensors in found.items()}
-        return (*_replaced(packs, given, joined), _recounted(batch, packs, joined["loss_masks"]))
+        masks = rows.split([pack.mask_t for pack in packs])
+        return (*_replaced(packs, given, joined), _recounted(batch, masks, found["loss_masks"]))
 
 
 def _replaced(
@@ -164,24 +165,19 @@ def _fields(names: dict[str, str], joined: dict[str, list[Tensor]], place: int) 
     return {field: joined[name][place] for name, field in names.items() if name in joined}
 
 
-def _recounted(batch: TrainBatch, packs: Sequence[MicroBatch], masks: Sequence[Tensor]) -> list[TrainStep]:
-    """The steps with the tokens that the changed masks leave, over all data-parallel ranks."""
-    places, more = iter(range(len(packs))), []
-    for step in batch.steps:
-        chosen = [next(places) for _ in step.micro_batches]
-        more.append(sum(_tokens(masks[i], packs[i]) - _tokens(packs[i].mask_t, packs[i]) for i in chosen))
-    total = torch.tensor(more, dtype=torch.int64, device=packs[0].mask_t.device)
+def _recounted(batch: TrainBatch, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[TrainStep]:
+    """The steps with the tokens that the changed masks (one a sample) leave, over all data-parallel ranks."""
+    differences = [
+        sample.counts * (max(int(new.sum()), 1) - max(int(old.sum()), 1))
+        for sample, old, new in zip(batch.samples, before, after, strict=True)
+    ]
+    own = [sum(differences[i] for micro in step.micro_batches for i in micro) for step in batch.steps]
+    total = torch.tensor(own, dtype=torch.int64, device=before[0].device)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return [
-        dataclasses.replace(step, num_tokens=step.num_tokens + difference)
+        dataclasses.replace(step, num_tokens=max(step.num_tokens + difference, 1))
         for step, difference in zip(batch.steps, total.tolist(), strict=True)
     ]
-
-
-def _tokens(mask: Tensor, pack: MicroBatch) -> int:
-    """What the samples of a micro-batch count in the denominator: at least 1 each."""
-    trained = [int(part.sum()) for part in torch.split(mask, pack.lengths_n.tolist())]
-    return sum(max(count, 1) for count in trained)
 
 
 def _rank() -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vime.errors import UserError, check_same_model
 from vime.models.torch_dist import fused_norm_name
+from vime.training.freezing import check_frozen, frozen_names
 from vime.training.optimizer_kind import allocate_moments, check_kind, is_distributed
 from vime.training.rank_state import layout, model_keys, random_states, set_random_states
 from vime.training.safe_load import safe_load
@@ -32,7 +33,7 @@ FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 VERSION = 3.0  # of Megatron-LM's names
 LAYOUT = "vime_layout"
-DISTRIBUTED = "vime_distributed_optimizer"
+DISTRIBUTED, FROZEN = "vime_distributed_optimizer", "vime_frozen"
 FLAGS = {
     "tensor": "--tensor-model-parallel-size",
     "pipeline": "--pipeline-model-parallel-size",
@@ -70,7 +71,7 @@ def save_torch(directory: Path, model_chunks: Sequence[Any], optimizer: Any | No
     if optimizer is not None:
         allocate_moments(optimizer)
         state["optimizer"] = optimizer.state_dict()
-        state[DISTRIBUTED] = is_distributed(optimizer)
+        state |= {DISTRIBUTED: is_distributed(optimizer), FROZEN: frozen_names(model_chunks)}
     if scheduler is not None:
         state["opt_param_scheduler"] = scheduler.state_dict()
     folder.mkdir(exist_ok=True)
@@ -105,6 +106,7 @@ def load_torch(
     has_optimizer = optimizer is not None and "optimizer" in state and not weights_only
     if has_optimizer:
         check_kind(directory, state.get(DISTRIBUTED), optimizer)
+        check_frozen(directory, state.get(FROZEN, []), model_chunks)
     for key, chunk in zip(model_keys(model_chunks), model_chunks, strict=True):
         _load_chunk(unwrap(chunk), state.get(key), directory, optional)
     if weights_only:

@@ -20,6 +20,7 @@ from vime.training.checkpoint import load_weights, save_megatron
 from vime.training.draft import DraftObjective, embedding_lent
 from vime.training.estimates import advantages_of, drop_not_finite, weight_scales
 from vime.training.forward import is_last_stage, log_probs_of
+from vime.training.freezing import Selection
 from vime.training.loss import Given, importance_sampling, no_log_probs
 from vime.training.model_worker import (
     Clock,
@@ -128,7 +129,7 @@ class TrainWorker(ModelWorker[Given]):
         super().stop()
 
     def _build(self) -> list[Any]:
-        chunks = build_chunks(self.shape, self.config, provide=self._hooks.provide)
+        chunks = build_chunks(self.shape, self.config, provide=self._hooks.provide, selection=Selection.of(self.config))
         self._weight_sets = WeightSets(chunks)
         self._sampled: SampledWeights | None = None
         self._outlet = WeightOutlet(chunks, self.shape, precision_fields(self.config)["params_dtype"])

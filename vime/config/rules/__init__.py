@@ -8,6 +8,7 @@ from vime.config.rules import (
     evaluation,
     files,
     fixed,
+    hooks,
     layout,
     model,
     presence,
@@ -28,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     *evaluation.RULES,
     *sft.RULES,
     *supported.RULES,
+    *hooks.RULES,
     *files.RULES,
     *model.RULES,
 )

@@ -17,7 +17,14 @@ class Hooks:
     rollout_function_path: str | None = flag(None, help="Replaces the whole generation of a rollout.")
     eval_function_path: str | None = derived("rollout-function-path", help="Replaces the whole evaluation.")
     data_source_path: str | None = flag(None, help="Class that prompts come from, instead of --prompt-data.")
+    rollout_sample_hook: tuple[str, ...] = flag((), repeats=True, help="Looks at each generated sample, or changes it.")
     rollout_sample_filter_path: str | None = flag(None, help="Marks samples of a finished rollout as not trained on.")
+    rollout_all_samples_process_path: str | None = flag(
+        None, help="Sees all finished groups of a rollout, also those that a filter dropped."
+    )
+    custom_convert_samples_to_train_data_path: str | None = flag(
+        None, help="Makes the rows that are trained on, instead of one from each sample."
+    )
     custom_rollout_log_function_path: str | None = flag(None, help="Logs a rollout; a true result replaces our log.")
     custom_eval_rollout_log_function_path: str | None = flag(None, help="Logs an evaluation, in the same way.")
     custom_megatron_init_path: str | None = flag(None, help="Sets up a rank of the trainer before its model is built.")

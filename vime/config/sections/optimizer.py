@@ -26,4 +26,10 @@ class Optimizer:
     adam_beta1: float = flag(0.9, help="Decay of Adam's first moment.")
     adam_beta2: float = flag(0.999, help="Decay of Adam's second moment.")
     adam_eps: float = flag(1e-8, help="Added to Adam's denominator.")
+    only_train_params_name_list: tuple[str, ...] = flag(
+        (), help="Regular expressions: only the actor's parameters whose names contain one of them are trained."
+    )
+    freeze_params_name_list: tuple[str, ...] = flag(
+        (), help="Regular expressions: the actor's parameters whose names contain one of them are not trained."
+    )
     clip_grad: float = flag(1.0, help="Gradients are scaled down to this global norm; 0 switches it off.")

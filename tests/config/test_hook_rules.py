@@ -1,0 +1,38 @@
+"""Custom functions and names of parameters that do not go together."""
+
+from __future__ import annotations
+
+import pytest
+
+from vime.config import resolve
+
+HERE = "tests.config.sample_hooks"
+CONVERT = ("--custom-convert-samples-to-train-data-path", f"{HERE}:convert")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            (*CONVERT, "--custom-reward-post-process-path", f"{HERE}:process"),
+            "--custom-reward-post-process-path has no effect beside --custom-convert-samples-to-train-data-path",
+        ),
+        (
+            (*CONVERT, "--exclude-zero-signal-groups"),
+            "--exclude-zero-signal-groups has no effect beside --custom-convert",
+        ),
+        (
+            ("--only-train-params-name-list", "a", "--freeze-params-name-list", "b"),
+            "--only-train-params-name-list and --freeze-params-name-list exclude each other",
+        ),
+        (("--freeze-params-name-list", "layers.(1"), "--freeze-params-name-list layers.(1: no regular expression ("),
+    ],
+)
+def test_what_contradicts_itself_is_refused(flags, words, message):
+    (violation,) = resolve(flags(*words)).violations
+    assert violation.startswith(message)
+
+
+def test_a_flag_of_several_functions_may_be_given_again(flags):
+    words = ["--rollout-sample-hook", "a:b", "c:d", "--rollout-sample-hook", "e:f"]
+    assert resolve(flags(*words)).config.hooks.rollout_sample_hook == ("a:b", "c:d", "e:f")

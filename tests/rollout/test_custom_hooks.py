@@ -1,0 +1,189 @@
+"""Custom functions of the rollout over fake engines: when they are called, and what becomes of their answers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from examples.plugins import filters, rewards
+from tests.rollout.fakes import FakeRecorder, FakeRewarder, FakeSource
+from vime.errors import UserError
+from vime.plugins import Hook, HookError
+from vime.rollout.hooks import (
+    CustomSource,
+    all_samples_process,
+    custom_conversion,
+    custom_evaluation,
+    custom_generate,
+    custom_rollout,
+    sample_filter,
+    sample_hook,
+)
+from vime.rollout.manager import RolloutManager, Runner
+from vime.types import Sample, SamplingParams
+
+ARGS = SimpleNamespace(reward_key=None, global_batch_size=4)
+
+
+def hook(function, flag="--flag"):
+    return Hook(function, flag, f"mine:{function.__name__}")
+
+
+async def generate(args, sample, sampling_params):
+    length = 1 + sample.index % 3
+    sample.tokens, sample.response_length = [1, 2, *range(10, 10 + length)], length
+    sample.response, sample.status = "x" * length, Sample.Status.COMPLETED
+    sample.rollout_log_probs, sample.weight_versions = [-0.5] * length, [1] * length
+    return sample
+
+
+def manager(rewarder=None, *, source=None, hooks=(), **more):
+    runner = Runner(
+        custom_generate(hook(generate), ARGS),
+        rewarder or FakeRewarder(),
+        seed=1,
+        concurrency=4,
+        hooks=[sample_hook(each, ARGS) for each in hooks],
+    )
+    return RolloutManager(
+        source=source or FakeSource(n=4),
+        runner=runner,
+        batch_size=2,
+        sampling=SamplingParams(max_tokens=8),
+        post_process=lambda samples: ([sample.score() for sample in samples],) * 2,
+        metrics=lambda rollout_id, collected, seconds: dict(collected.metrics),
+        recorder=FakeRecorder(),
+        **more,
+    )
+
+
+async def test_sample_hooks_see_generated_samples_before_they_are_graded_one_after_the_other():
+    seen = []
+
+    def first(args, sample, *, rollout_id, evaluation):
+        seen.append((sample.index, rollout_id, evaluation, sample.reward))
+        sample.metadata["seen"] = 1
+
+    async def second(args, sample, *, rollout_id, evaluation):
+        sample.metadata["seen"] += 1
+        return sample
+
+    rewarder = FakeRewarder(lambda sample: float(sample.metadata["seen"]))
+    batch = await manager(rewarder, hooks=[hook(first), hook(second)]).generate(7)
+    assert [sample.raw_reward for sample in batch.samples] == [2.0] * 8
+    assert sorted(seen) == [(index, 7, False, None) for index in range(8)]
+
+
+async def test_the_mask_of_a_sample_hook_is_trained_with():
+    batch = await manager(hooks=[hook(filters.mask_first_token)]).generate(0)
+    assert [sample.loss_mask for sample in batch.samples[:3]] == [(1,), (0, 1), (0, 1, 1)]
+
+
+async def test_a_sample_that_a_hook_broke_names_hook_and_sample():
+    def breaks(args, sample, *, rollout_id, evaluation):
+        sample.loss_mask = [1] * 9
+
+    with pytest.raises(HookError, match=r"--rollout-sample-hook mine:breaks: returned a sample .* for sample \d"):
+        await manager(hooks=[hook(breaks, "--rollout-sample-hook")]).generate(0)
+
+
+async def test_removed_samples_keep_their_place_but_train_nothing():
+    def removes(args, groups):
+        groups[0][1].remove_sample = True
+
+    batch = await manager(sample_filter=sample_filter(hook(removes), ARGS)).generate(0)
+    assert [sum(sample.loss_mask) for sample in batch.samples[:3]] == [1, 0, 3]
+
+
+async def test_all_finished_groups_are_seen_in_the_order_of_their_prompts_with_the_data_source():
+    seen, source = [], FakeSource(n=4)
+
+    def process(args, all_samples, data_source):
+        seen.append(([group[0].group_index for group in all_samples], data_source))
+
+    await manager(source=source, process_all=lambda *a: all_samples_process(hook(process), ARGS, source)(*a)).generate(
+        0
+    )
+    assert seen == [([0, 1], source)]
+
+
+async def test_a_custom_conversion_takes_the_place_of_post_processing():
+    convert = custom_conversion(hook(rewards.centred_rows), ARGS, None)
+    batch = await manager(FakeRewarder(lambda sample: float(sample.index)), convert=convert).generate(0)
+    assert [sample.reward for sample in batch.samples] == [index - 3.5 for index in range(8)]
+    assert [sample.index for sample in batch.samples] == list(range(8))
+    assert batch.samples[1].rollout_log_probs == (-0.5, -0.5), "what the function leaves out is as the sample has it"
+
+
+@pytest.mark.parametrize(
+    ("keep", "needs", "message"),
+    [
+        (7, None, "returned 7 rows, which are no multiple of --global-batch-size 4"),
+        (8, "--use-tis", "returned no rollout_log_probs, and --use-tis needs them"),
+    ],
+)
+async def test_rows_that_cannot_be_trained_on_are_refused(keep, needs, message):
+    def some(args, samples):
+        kept = samples[:keep]
+        return {
+            "tokens": [[1, 2, 3] for _ in kept],
+            "response_lengths": [1 + keep % 2 for _ in kept],
+            "rewards": [1.0 for _ in kept],
+            "sample_indices": [sample.index for sample in kept],
+            "rollout_log_probs": [None for _ in kept],
+        }
+
+    with pytest.raises(HookError, match=message):
+        await manager(convert=custom_conversion(hook(some), ARGS, needs)).generate(0)
+
+
+async def test_a_rollout_function_may_be_plain_and_give_metrics():
+    def rollout(args, rollout_id, data_source, evaluation):
+        groups = data_source.get_samples(2)
+        for sample in (sample for group in groups for sample in group):
+            sample.tokens, sample.response_length, sample.reward = [1, 2], 1, 1.0
+            sample.status = Sample.Status.COMPLETED
+        return SimpleNamespace(samples=groups, metrics={"rollout/mine": 3})
+
+    source = FakeSource(n=2)
+    batch = await manager(collect=custom_rollout(hook(rollout), ARGS, source)).generate(4)
+    assert batch.metrics["rollout/mine"] == 3.0 and len(batch.samples) == 4
+
+
+async def test_an_evaluation_function_may_give_rewards_alone_and_metrics():
+    async def evaluate(args, rollout_id, data_source, evaluation):
+        assert evaluation
+        return SimpleNamespace(data={"mine": {"rewards": [1.0, 0.0]}}, metrics={"eval/mine-tries": 2})
+
+    found = await manager(evaluate=custom_evaluation(hook(evaluate), ARGS, FakeSource())).evaluate(3)
+    assert found == {"eval/mine": 0.5, "eval/mine-tries": 2.0}
+
+
+async def test_a_generate_function_that_loses_the_sample_names_it():
+    async def loses(args, sample, sampling_params):
+        return Sample(index=sample.index)
+
+    runner = Runner(custom_generate(hook(loses), ARGS), FakeRewarder(), seed=1, concurrency=1)
+    with pytest.raises(
+        HookError, match=r"must keep index 0 and group_index 0, .*, for sample 0 \(group 0, rollout 5\)"
+    ):
+        await runner.run(FakeSource(n=1).get_samples(1)[0], 5, SamplingParams(max_tokens=2))
+
+
+def test_a_data_source_without_indices_is_refused_where_it_gives_them():
+    class Source:
+        def __init__(self, args): ...
+        def get_samples(self, n):
+            return [[Sample()]]
+
+        def add_samples(self, groups): ...
+        def save(self, rollout_id): ...
+        def load(self, rollout_id=None): ...
+        def __len__(self):
+            return 5
+
+    source = CustomSource(hook(Source, "--data-source-path"), ARGS)
+    assert len(source) == 5
+    with pytest.raises(UserError, match=r"--data-source-path mine:Source.get_samples: must give every sample an index"):
+        source.get_samples(1)
