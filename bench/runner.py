@@ -27,13 +27,17 @@ def adopt_orphans() -> None:
 
 def run_measure(entry: Entry, folder: Path) -> dict[str, Any]:
     """The result of a measure, or {"error": why there is none}. Its log is ``folder``/NAME.log."""
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / f"{entry.name}.log"
     command = [sys.executable, "-m", "bench.child", entry.module, str(folder / entry.name)]
+    return run_command(command, folder / f"{entry.name}.log", entry.timeout_s)
+
+
+def run_command(command: list[str], log: Path, timeout_s: float) -> dict[str, Any]:
+    """The JSON objects that a command prints, taken together, or {"error": why there are none}."""
+    log.parent.mkdir(parents=True, exist_ok=True)
     try:
-        return _run(command, log, entry.timeout_s)
+        return _run(command, log, timeout_s)
     except subprocess.TimeoutExpired:
-        return {"error": f"not finished within {entry.timeout_s:g} s; {_last_words(log)}"}
+        return {"error": f"not finished within {timeout_s:g} s; {_last_words(log)}"}
     finally:
         end_children()
 
@@ -45,8 +49,17 @@ def _run(command: list[str], log: Path, timeout_s: float) -> dict[str, Any]:
         output, _ = child.communicate(timeout=timeout_s)
     if child.returncode != 0:
         return {"error": f"ended with status {child.returncode}; {_last_words(log)}"}
-    result: dict[str, Any] = json.loads(output)
-    return result
+    return _objects(output.decode())
+
+
+def _objects(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    rest = text.strip()
+    while rest:
+        one, end = json.JSONDecoder().raw_decode(rest)
+        found |= one
+        rest = rest[end:].lstrip()
+    return found
 
 
 def _last_words(log: Path) -> str:

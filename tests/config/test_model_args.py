@@ -199,8 +199,12 @@ def test_qwen3_4b_has_the_published_shape(flags):
     }
 
 
-SCRIPTS = {"run-qwen3-4B.sh": ("qwen3-4B", 4), "run-qwen3-30B-A3B.sh": ("qwen3-30B-A3B", 2)}
-"""Script → its model, and how many engines share the 8 slots."""
+SCRIPTS = {
+    "run-qwen3-4B.sh": ("qwen3-4B", 4),
+    "run-qwen3-4B-1gpu.sh": ("qwen3-4B", 1),
+    "run-qwen3-30B-A3B.sh": ("qwen3-30B-A3B", 2),
+}
+"""Script → its model, and how many engines share its slots."""
 
 
 @pytest.mark.parametrize(("script", "model", "engines"), [(name, *rest) for name, rest in SCRIPTS.items()])
