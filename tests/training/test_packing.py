@@ -88,3 +88,26 @@ def test_context_parallel_ranks_have_parts_of_the_pack_and_know_whose_tokens_the
     for pack in packs:
         assert pack.targets_t.tolist() == [13, 14, 21, 22, 23]
         assert pack.lengths_n.tolist() == [2, 3]
+
+
+def test_a_draft_layer_is_given_the_next_tokens_and_predicts_those_after_them() -> None:
+    """Of the second sample nothing comes two before the first response token, of the third one all is in the prompt."""
+    samples = [sample((10, 11, 12, 13), 2), sample((20, 21, 22), 2), sample((30, 31, 32), 1)]
+    pack = dataclasses.replace(PACKER, ahead=True).pack(samples)
+    assert pack.tokens_l.tolist() == [10, 11, 12, 20, 21, 30, 31]
+    assert pack.targets_t.tolist() == [12, 13, 21, 22, 32]
+    assert pack.ahead is not None
+    assert pack.ahead.following_l.tolist() == [11, 12, 13, 21, 22, 31, 32]
+    assert pack.ahead.predictors_p.tolist() == [0, 1, 3, 5]
+    assert pack.ahead.predicted_p.tolist() == [0, 1, 3, 4]
+
+
+def test_context_parallel_ranks_have_the_next_tokens_of_the_whole_pack() -> None:
+    """The parts of the test above: what follows a chunk's last token is on the other rank, and known here."""
+    samples = [sample((10, 11, 12, 13, 14), 2), sample((20, 21, 22, 23), 3)]
+    packer = dataclasses.replace(PACKER, multiple=4, ahead=True)
+    packs = [dataclasses.replace(packer, part=ContextPart(rank, 2)).pack(samples) for rank in range(2)]
+    aheads = [pack.ahead for pack in packs]
+    assert [ahead.following_l.tolist()[:3] for ahead in aheads if ahead] == [[11, 12, 23], [13, 14, 21]]
+    assert [ahead.predictors_p.tolist() for ahead in aheads if ahead] == [[1], [0, 2, 3]]
+    assert [ahead.predicted_p.tolist() for ahead in aheads if ahead] == [[0], [1, 3, 4]]
