@@ -63,12 +63,71 @@ def test_show_prints_prompts_as_the_model_will_see_them(write, checkpoint, capsy
     assert "label '1', metadata ['raw_label']\n<|im_start|>user\n1<|im_end|>" in out
 
 
+DIALOGUE = {
+    "prompt": [
+        {"role": "user", "content": "2 + 1?"},
+        {"role": "assistant", "content": "3", "step_loss_mask": 0},
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "2"},
+    ]
+}
+MASK = ["--input-key", "prompt", "--hf-checkpoint"]
+
+
+def test_mask_marks_what_is_trained_in_a_pipe(write, checkpoint, capsys):
+    path = write(DIALOGUE)
+    assert main(["data", "mask", path, *MASK, checkpoint]) == 0
+    title, text = capsys.readouterr().out.split("\n", 1)
+    assert title.startswith(f"--- {path}:1: ")
+    assert title.endswith(" tokens, 2 trained")
+    assert text == (
+        "<|im_start|>user\n2 + 1?<|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n"
+        "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n⟦2<|im_end|>⟧\n"
+    )
+
+
+def test_mask_colours_tokens_on_a_terminal(write, checkpoint, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["data", "mask", write(DIALOGUE), *MASK, checkpoint]) == 0
+    out = capsys.readouterr().out
+    assert "⟦" not in out
+    assert "\x1b[1;" in out and "⏎" in out  # bold is what is trained
+    assert out.count("\x1b[1;") == 2
+
+
+def test_mask_writes_one_line_a_token(write, checkpoint, capsys):
+    assert main(["data", "mask", write(DIALOGUE), *MASK, checkpoint, "--tokens"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert lines[0].split() == ["0", "-", "1", "'<|im_start|>'"]
+    assert lines[-1].split() == [str(len(lines) - 1), "trained", "2", "'<|im_end|>'"]
+    assert sum("trained" in line for line in lines) == 2
+
+
+def test_bytes_of_one_character_are_shown_together(checkpoint):
+    from vime.cli.mask import pieces_of
+    from vime.data.dialogue import Dialogue
+    from vime.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(checkpoint)
+    ids = tokenizer("é1")["input_ids"]
+    assert len(ids) == 3
+    pieces = list(pieces_of(tokenizer, Dialogue(ids, [1, 1, 1])))
+    assert [(piece.text, len(piece.token_ids)) for piece in pieces] == [("é", 2), ("1", 1)]
+
+
+def test_rows_without_anything_to_train_are_told(write, checkpoint, capsys):
+    path = write({"prompt": "1 + 1?"}, DIALOGUE)
+    assert main(["data", "mask", path, *MASK, checkpoint]) == 1
+    assert "data.jsonl:1: there is no message of the assistant to train on" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "what"),
     [
         (["check", "none.jsonl"], "there is no such file"),
         (["check", "{file}", "--apply-chat-template"], "need a tokenizer: add --hf-checkpoint"),
         (["check", "{file}", "--hf-checkpoint", "none"], "no such folder"),
+        (["mask", "{file}"], "needs a tokenizer: add --hf-checkpoint"),
     ],
 )
 def test_mistakes_are_one_line(write, capsys, words, what):

@@ -1,4 +1,5 @@
-"""``vime data check FILE`` lists every bad row; ``vime data show FILE`` prints prompts as the model will see them.
+"""``vime data check FILE`` lists every bad row; ``vime data show FILE`` prints prompts as the model will see them;
+``vime data mask FILE`` prints dialogues with the tokens that --loss-type sft_loss trains.
 
 The flags are those of ``train.py``, so that what they say here holds there.
 """
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 
 from vime.data import jsonl
 from vime.data.chat import PromptEncoder
+from vime.data.dialogue import MASK_TYPES
 from vime.data.jsonl import Keys, PromptFile
 from vime.errors import UserError
 
@@ -24,6 +26,8 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     keys = Keys(input=options.input_key, label=options.label_key, metadata=options.metadata_key, tools=options.tool_key)
     file = jsonl.load(options.file, keys, needs_label=options.needs_label)
+    if options.action == "mask":
+        return _mask(file, options)
     encoder = _encoder(options)
     return _show(file, encoder, options.n) if options.action == "show" else _check(file, encoder, options)
 
@@ -63,6 +67,24 @@ def _show(file: PromptFile, encoder: PromptEncoder | None, count: int) -> int:
     return 0
 
 
+def _mask(file: PromptFile, options: argparse.Namespace) -> int:
+    if options.hf_checkpoint is None:
+        raise UserError("vime data mask needs a tokenizer: add --hf-checkpoint")
+    from vime.cli import mask
+    from vime.data.dialogue import DialogueEncoder
+    from vime.data.tokenizer import load_tokenizer
+
+    file.require_good()
+    tokenizer = load_tokenizer(options.hf_checkpoint, trust_remote_code=options.trust_remote_code)
+    encoder = DialogueEncoder(
+        tokenizer,
+        mask_type=options.loss_mask_type,
+        template_kwargs=options.apply_chat_template_kwargs,
+        tool_key=options.tool_key,
+    )
+    return 1 if mask.show(file, tokenizer, encoder, count=options.n, tokens=options.tokens) else 0
+
+
 def _encoder(options: argparse.Namespace) -> PromptEncoder | None:
     if options.hf_checkpoint is None:
         if options.apply_chat_template or options.rollout_max_prompt_len is not None:
@@ -80,7 +102,7 @@ def _encoder(options: argparse.Namespace) -> PromptEncoder | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vime data", description=__doc__, allow_abbrev=False)
-    parser.add_argument("action", choices=("check", "show"))
+    parser.add_argument("action", choices=("check", "show", "mask"))
     parser.add_argument("file", metavar="FILE", help="a .jsonl file; FILE@[a:b] for rows a to b-1")
     parser.add_argument("--input-key", default="input", help="key of the prompt (default: input)")
     parser.add_argument("--label-key", help="key of the right answer")
@@ -94,5 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--apply-chat-template", action="store_true", help="render through the chat template")
     parser.add_argument("--apply-chat-template-kwargs", type=json.loads, default={}, help="its arguments, as JSON")
     parser.add_argument("--rollout-max-prompt-len", type=int, help="count prompts of more tokens")
-    parser.add_argument("-n", type=int, default=3, help="how many prompts `show` prints (default: 3)")
+    parser.add_argument("--loss-mask-type", choices=MASK_TYPES, default="qwen", help="which turns are trained")
+    parser.add_argument("--tokens", action="store_true", help="`mask` writes one line a token")
+    parser.add_argument("-n", type=int, default=3, help="how many rows `show` and `mask` print (default: 3)")
     return parser

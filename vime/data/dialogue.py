@@ -31,7 +31,7 @@ from vime.data.chat import ChatTemplate
 from vime.errors import UserError
 from vime.types import Message
 
-__all__ = ["Dialogue", "DialogueEncoder", "Untrained", "dialogue_of"]
+__all__ = ["MASK_TYPES", "Dialogue", "DialogueEncoder", "Untrained", "dialogue_of"]
 
 MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 OPENER = "<think>\n"
