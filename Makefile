@@ -1,4 +1,5 @@
 # make demo    train a 135M language model with GRPO on this machine's CPU and watch it learn
+# make sft     fine-tune it on the answers instead: no engines, one minute
 # make test    all tests but the slow ones;  make test-full: those too
 # make check   format, lint, types, import contracts
 # make bench   throughput and overhead, as one JSON object
@@ -6,7 +7,7 @@ PY := .venv/bin/python
 MODEL := models/SmolLM2-135M-Instruct
 TASK := data/arithmetic
 
-.PHONY: install demo test test-full check format bench clean
+.PHONY: install demo sft test test-full check format bench clean
 
 install: .venv/.complete
 
@@ -21,6 +22,9 @@ $(TASK)/train.jsonl: tools/make_arithmetic.py | install
 
 demo: install $(MODEL)/model.safetensors $(TASK)/train.jsonl
 	bash scripts/run-smollm2-135M-cpu.sh
+
+sft: install $(MODEL)/model.safetensors $(TASK)/train.jsonl
+	bash scripts/run-smollm2-135M-sft-cpu.sh
 
 test: install
 	$(PY) -m pytest -m "not slow"

@@ -53,17 +53,17 @@ async def train(
     schedule: Schedule,
     rollouts: Rollouts,
     actor: Trainer,
-    weights: WeightSync,
+    weights: WeightSync | None,
     checkpoints: Checkpoints,
     report: Report,
 ) -> None:
-    """Runs the schedule. The engines serve the newest weights before anything is sampled.
+    """Runs the schedule. The engines serve the newest weights before anything is sampled; ``weights`` is None where
+    there are none.
 
     A checkpoint of rollout k comes last of all that belongs to k, so that a resumed run has nothing to do again: it
     starts at k + 1, with a sync.
     """
-    with report.phase("sync"):
-        await weights.sync()
+    await _sync(weights, report)
     if schedule.evaluates_first:
         with report.phase("evaluate"):
             report.evaluated(schedule.start, await rollouts.evaluate(schedule.start))
@@ -73,8 +73,7 @@ async def train(
             batch = await rollouts.generate(rollout_id)
         with report.phase("train"):
             result = await actor.train(batch)
-        with report.phase("sync"):
-            await weights.sync()
+        await _sync(weights, report)
         report.trained(batch, result)
         if schedule.evaluates_after(rollout_id):
             with report.phase("evaluate"):
@@ -82,3 +81,9 @@ async def train(
         if schedule.saves_after(rollout_id):
             with report.phase("save"):
                 await checkpoints.save(rollout_id)
+
+
+async def _sync(weights: WeightSync | None, report: Report) -> None:
+    if weights is not None:
+        with report.phase("sync"):
+            await weights.sync()

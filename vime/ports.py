@@ -24,6 +24,15 @@ class Generator(Protocol):
         """Ends every request in flight; each returns what it has with finish_reason "abort"."""
 
 
+class Teacher(Protocol):
+    """A model that says how likely it would have been to say what another one did."""
+
+    async def log_probs(self, token_ids: Sequence[int], response_length: int) -> list[float]:
+        """Of the last ``response_length`` tokens, in nats. Raises ``vime.serving.client.EngineError``."""
+
+    async def close(self) -> None: ...
+
+
 class GraderPool(Protocol):
     """Grades answers in processes that can be killed."""
 

@@ -93,6 +93,7 @@ class Sample:
     grade: Grade | None = None
     loss_mask: list[int] | None = None  # [T] 1 = trained, 0 = not; None means all ones
     rollout_log_probs: list[float] | None = None  # [T] nats, as the engine computed them
+    teacher_log_probs: list[float] | None = None  # [T] nats, of the teacher of on-policy distillation
     weight_versions: list[WeightVersion] = field(default_factory=list)  # [T]
     status: _Status = _Status.PENDING
     remove_sample: bool = False  # True: keeps its place in baseline and denominator, its mask becomes 0
@@ -181,6 +182,7 @@ class Sample:
         for what, values in (
             ("loss_mask", self.loss_mask),
             ("rollout_log_probs", self.rollout_log_probs),
+            ("teacher_log_probs", self.teacher_log_probs),
             ("weight_versions", self.weight_versions or None),
         ):
             if values is not None and len(values) != self.response_length:
@@ -202,10 +204,11 @@ class TokenScores:
     values: tuple[float, ...] | None = None  # [T] of the critic: the reward to come, before each token
     log_probs: tuple[float, ...] | None = None  # [T] nats, of the actor
     ref_log_probs: tuple[float, ...] | None = None  # [T] nats, of the reference model
+    teacher_log_probs: tuple[float, ...] | None = None  # [T] nats, of the teacher of on-policy distillation
 
     def merged(self, other: TokenScores) -> TokenScores:
         """With what ``other`` has in place of what is here."""
-        found = {name: getattr(other, name) for name in ("values", "log_probs", "ref_log_probs")}
+        found = {name: getattr(other, name) for name in ("values", "log_probs", "ref_log_probs", "teacher_log_probs")}
         return replace(self, **{name: value for name, value in found.items() if value is not None})
 
 

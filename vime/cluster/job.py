@@ -18,10 +18,12 @@ from vime.cluster.weights import GroupWeightSync
 from vime.config import Config
 from vime.ports import Trainer
 from vime.rewards.hub import RewardHub
-from vime.rollout.build import Prompts, make_hub, make_manager, make_pool
+from vime.rollout.build import Prompts, make_hub, make_manager, make_pool, make_rewarder
 from vime.rollout.tasks import together
 from vime.serving.client import RouterClient
 from vime.serving.control import EngineControl
+from vime.serving.http import EngineError
+from vime.serving.teacher import TeacherClient
 
 
 class Job(TrainingJob):
@@ -45,10 +47,14 @@ class Job(TrainingJob):
         self._pool = make_pool(config)
         self._client: RouterClient | None = None
         self._hub: RewardHub | None = None
+        url = config.distillation.opd_teacher_url
+        self._teacher = None if url is None else TeacherClient(url, timeout_s=config.engine.request_timeout_s)
         self._controls: list[EngineControl] = []
 
     async def start(self) -> None:
         config = self._config
+        if self._teacher is not None:  # before anything that takes minutes
+            await self._teacher.log_probs(self._prompts.probe_prompt(), 1)
         if self.turns.engines_sleep:  # a starting engine wants all the memory that it will ever have
             await together([self._start_engines(), self._pool.start()])
             await self._start_models()
@@ -60,6 +66,7 @@ class Job(TrainingJob):
         router = urlsplit(self._engines.router_url)
         args = config.args.extended(vllm_router_ip=router.hostname, vllm_router_port=router.port)
         self._hub = make_hub(config, self._prompts, args, self._pool)
+        rewarder = make_rewarder(config, self._prompts, self._hub, self._teacher, EngineError)
         self.weights = weights = GroupWeightSync(
             config,
             self.trainer,
@@ -69,7 +76,7 @@ class Job(TrainingJob):
             version=self._saved_version() - 1,
         )
         self.rollouts = make_manager(
-            config, self._prompts, args, self._client, self._hub, self._record.recorder, lambda: weights.version
+            config, self._prompts, args, self._client, rewarder, self._record.recorder, lambda: weights.version
         )
         self.schedule = self._make_schedule()
         self.checkpoints = self._make_checkpoints()
@@ -104,6 +111,8 @@ class Job(TrainingJob):
             await self._hub.close()
         if self._client is not None:
             await self._client.close()
+        if self._teacher is not None:
+            await self._teacher.close()
         for control in self._controls:
             await control.close()
         await self._engines.stop()

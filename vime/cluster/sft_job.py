@@ -12,16 +12,7 @@ from vime.cluster.turns import Turns
 from vime.config import Config
 from vime.data.batching import make_eval_batches
 from vime.rollout.sft import DialogueRollouts, Dialogues
-from vime.types import RolloutBatch, WeightVersion
-
-
-class NoEngines:
-    """Implements ``ports.WeightSync`` for runs without engines: the trainer's weights are nobody else's."""
-
-    version: WeightVersion = 0
-
-    async def sync(self) -> WeightVersion:
-        return self.version
+from vime.types import RolloutBatch
 
 
 class SftJob(TrainingJob):
@@ -37,7 +28,6 @@ class SftJob(TrainingJob):
         )
         turns = Turns(trainer, trainer_leaves=False, engines_sleep=False)
         super().__init__(config, dialogues.source, dialogues.num_rollout(config), record, trainer, turns)
-        self.weights = NoEngines()
         self.rollouts = DialogueRollouts(
             dialogues, batch_size=config.rollout.rollout_batch_size, args=config.args, loss=self._loss
         )

@@ -40,7 +40,7 @@ class TrainingJob(ABC):
     """
 
     rollouts: Rollouts
-    weights: VersionedSync
+    weights: VersionedSync | None = None  # None: nobody else has the trainer's weights
     schedule: Schedule
     checkpoints: Checkpoints
 
@@ -132,7 +132,7 @@ class TrainingJob(ABC):
     def _driver_state(self, rollout_id: int) -> dict[str, Any]:
         return {
             "source": self._save_source(rollout_id),
-            "weight_version": self.weights.version,
+            "weight_version": self.weights.version if self.weights is not None else 0,
             **self._record.driver_state(),
         }
 

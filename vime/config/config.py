@@ -96,6 +96,7 @@ class Config:
     algorithm: sections.Algorithm
     critic: sections.Critic
     off_policy: sections.OffPolicy
+    distillation: sections.Distillation
     optimizer: sections.Optimizer
     parallel: sections.Parallel
     reward: sections.Reward

@@ -9,7 +9,7 @@ _BY_TOPIC = {
     "sampling": "over-sampling-batch-size dynamic-sampling-filter-path partial-rollout "
     "mask-offpolicy-in-partial-rollout buffer-filter-path "
     "update-weights-interval",
-    "algorithms": "use-rollout-entropy use-opd opd-type opd-kl-coef opd-teacher-load pg-loss-type",
+    "algorithms": "use-rollout-entropy pg-loss-type",
     "mixture of experts": "use-rollout-routing-replay",
     "training hooks": "model-name",
     "engines": "vllm-config vllm-enable-deterministic-inference vllm-weight-sync-packed prefill-num-servers "

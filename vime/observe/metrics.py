@@ -89,6 +89,7 @@ _TRAIN = _family(
         ("entropy_loss", "nats", "Mean entropy of the policy at the trained tokens."),
         ("pg_clipfrac", "share", "Trained tokens at which a clip decided the loss."),
         ("ppo_kl", "nats", "Mean of log π_old - log π: how far the policy moved since the rollout."),
+        ("opd_kl", "nats", "Mean of log π_old - log π_teacher: how far the policy is from the teacher (reverse KL)."),
         ("kl_loss", "nats", "Estimate of the KL divergence from the reference model, before its coefficient."),
         ("log_ratio_clamped", "share", "Trained tokens whose log-ratio left the range of ±20."),
         ("grad_norm", "", "Norm of the gradient before clipping."),

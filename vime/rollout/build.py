@@ -22,11 +22,12 @@ from vime.observe.rollout_metrics import rollout_metrics
 from vime.plugins import Hooks, resolve_hooks
 from vime.plugins import rollout as contracts
 from vime.plugins.catalog import load_hook, log_file
-from vime.ports import DataSource, Generator, GraderPool, Recorder
+from vime.ports import DataSource, Generator, GraderPool, Recorder, Teacher
 from vime.rewards import registry
 from vime.rewards.hub import RewardHub
 from vime.rewards.pool import GraderProcessPool
 from vime.rollout.conversion import Convert, PostProcess, to_rollout_batch
+from vime.rollout.distillation import Taught, Unrewarded
 from vime.rollout.evaluation import EvalSet, Evaluated, eval_metrics
 from vime.rollout.generate import SingleTurn
 from vime.rollout.hooks import (
@@ -168,6 +169,19 @@ def make_hub(config: Config, prompts: Prompts, args: Args, pool: GraderPool) -> 
         custom_rm=prompts.hooks.get(contracts.CUSTOM_RM),
         resolve=lambda path: load_hook(path, "custom_rm_path of a sample", contracts.CUSTOM_RM, log_file(config)),
     )
+
+
+def make_rewarder(
+    config: Config, prompts: Prompts, hub: RewardHub, teacher: Teacher | None, failures: type[Exception]
+) -> Rewarder:
+    """What is done with finished samples: grading, and what a teacher on a server says of them.
+
+    Args:
+        failures: what ``teacher`` raises.
+    """
+    graded = config.reward.rm_type is not None or prompts.hooks.get(contracts.CUSTOM_RM) is not None
+    rewarder: Rewarder = Unrewarded() if config.distillation.use_opd and not graded else hub
+    return rewarder if teacher is None else Taught(rewarder, teacher, failures)
 
 
 def make_manager(

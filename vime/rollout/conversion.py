@@ -12,7 +12,7 @@ from typing import Any
 
 from vime.algorithms.rewards import has_signal
 from vime.errors import UserError
-from vime.types import GradeStatus, Group, InvalidSample, RolloutBatch, Sample, Status, TrainSample
+from vime.types import GradeStatus, Group, InvalidSample, RolloutBatch, Sample, Status, TokenScores, TrainSample
 
 PostProcess = Callable[[list[Sample]], tuple[Sequence[float], Sequence[float]]]
 """Samples → (raw rewards, rewards to train on), equally long."""
@@ -56,7 +56,7 @@ def to_rollout_batch(
     broken += [sample for sample in graded if index_of(sample) not in rewards]
     for sample in broken:
         logger.warning("%s: its reward is not a finite number; it is not trained on", sample.name)
-    frozen = [_freeze(sample, rewards.get(index_of(sample))) for sample in samples]
+    frozen = _with_silent_teacher([_freeze(sample, rewards.get(index_of(sample))) for sample in samples])
     if exclude_zero_signal:
         frozen = _without_zero_signal(frozen, rewards)
     if any(sample.rollout_log_probs is None for sample in frozen):
@@ -142,6 +142,7 @@ def _placeholder(sample: Sample) -> Sample:
         response_length=1,
         loss_mask=[0],
         rollout_log_probs=None if sample.rollout_log_probs is None else [0.0],
+        teacher_log_probs=None,
         weight_versions=[],
     )
 
@@ -166,4 +167,17 @@ def _freeze(sample: Sample, rewards: tuple[float, float] | None) -> TrainSample:
         reward=reward,
         truncated=sample.truncated,
         metadata=sample.train_metadata,
+        scores=TokenScores(teacher_log_probs=tuple(sample.teacher_log_probs) if sample.teacher_log_probs else None),
     )
+
+
+def _with_silent_teacher(samples: list[TrainSample]) -> list[TrainSample]:
+    """Where a teacher has judged the samples, those that are not trained need no judgement, but a place for one."""
+    if all(sample.scores.teacher_log_probs is None for sample in samples):
+        return samples
+    return [
+        sample
+        if sample.trained_tokens or sample.scores.teacher_log_probs is not None
+        else dataclasses.replace(sample, scores=TokenScores(teacher_log_probs=(0.0,) * sample.response_length))
+        for sample in samples
+    ]

@@ -104,6 +104,7 @@ class Given:
     old_log_probs_t: Tensor | None = None  # None: the policy has not moved, so they are the current ones
     ref_log_probs_t: Tensor | None = None  # None: there is no KL term
     weight_scale: Tensor | None = None  # float32 scalar: what makes the mean importance weight of the step 1
+    teacher_gap_t: Tensor | None = None  # log π_old - log π_teacher; None: there is no teacher
     dropped: int = 0  # samples whose advantages were not finite, and which have no trained token for it
 
 
@@ -149,6 +150,8 @@ def policy_objective(
         loss = loss + settings.kl_coef * sums["train/kl_loss"] if settings.kl_coef else loss
     sums["train/loss"] = loss
     sums |= {name: mean(values_t) for name, values_t in terms.watched().items()}
+    if given.teacher_gap_t is not None:
+        sums["train/opd_kl"] = mean(given.teacher_gap_t)
     sums["train/nonfinite_samples"] = torch.tensor(float(given.dropped), device=loss.device)
     sums = {name: value.detach() for name, value in sums.items()}
     return loss, Partial(sums, terms.maxima, not_finite(every.detach(), batch))

@@ -69,6 +69,7 @@ class PackedScores:
     values_t: Tensor | None = None
     log_probs_t: Tensor | None = None
     ref_log_probs_t: Tensor | None = None
+    teacher_log_probs_t: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +115,7 @@ class Packer:
                 values_t=self._optional([sample.scores.values for sample in samples]),
                 log_probs_t=self._optional([sample.scores.log_probs for sample in samples]),
                 ref_log_probs_t=self._optional([sample.scores.ref_log_probs for sample in samples]),
+                teacher_log_probs_t=self._optional([sample.scores.teacher_log_probs for sample in samples]),
             ),
             indices=tuple(sample.index for sample in samples),
             total_lengths=tuple(sample.total_length for sample in samples),

@@ -49,7 +49,7 @@ class SftWorker(TrainWorker):
         """The metrics of ``SftObjective`` for given dialogues under the present weights; the same on every rank."""
         (packs,) = self._packs(batch)
         (step,) = batch.steps
-        objective = self._objective()
+        objective = self._own_objective()
 
         def forward(pack: MicroBatch, chunk: Any) -> tuple[Tensor, Any]:
             def partial(output: Tensor, non_loss_data: bool) -> Partial:
@@ -61,7 +61,7 @@ class SftWorker(TrainWorker):
         with torch.no_grad():
             return total(run_schedule(self.chunks, packs, forward, forward_only=True, collect_non_loss_data=True))
 
-    def _objective(self) -> SftObjective:
+    def _own_objective(self) -> SftObjective:
         return SftObjective(self.config.batch.calculate_per_token_loss)
 
     def _given(self, batch: TrainBatch, packs: Sequence[MicroBatch], clock: Clock) -> list[Given]:

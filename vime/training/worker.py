@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vime.algorithms import whitening
+from vime.algorithms.distillation import distilled, teacher_gap
 from vime.checkpoints import ResumePoint
+from vime.errors import UserError
 from vime.models import ModelShape
 from vime.training.build import build_chunks, precision_fields
 from vime.training.checkpoint import load_weights, save_megatron
@@ -47,6 +49,7 @@ from vime.weights.plan import WeightPlan
 __all__ = ["TrainWorker"]
 
 REFERENCE = "ref"
+TEACHER = "teacher"
 
 LogProbs: TypeAlias = Sequence[Tensor | None]
 """Of each micro-batch; None where nobody has computed them."""
@@ -142,10 +145,14 @@ class TrainWorker(ModelWorker[Given]):
         return dataclasses.replace(super()._shape(), trained_mtp_layers=trained or 0)
 
     def _objective(self) -> Objective[Given]:
-        objective = self._hooks.objective(self.config)
+        own = self._own_objective()
         if not self.shape.trained_mtp_layers:
-            return objective
-        return DraftObjective(objective, self.config.algorithm.mtp_loss_scaling_factor)
+            return own
+        return DraftObjective(own, self.config.algorithm.mtp_loss_scaling_factor)
+
+    def _own_objective(self) -> Objective[Given]:
+        """What is minimised beside the loss of draft layers."""
+        return self._hooks.objective(self.config)
 
     def _prepared(self) -> AbstractContextManager[None]:
         return embedding_lent(self.chunks) if self.shape.trained_mtp_layers else nullcontext()
@@ -160,6 +167,10 @@ class TrainWorker(ModelWorker[Given]):
         if self.config.off_policy.keep_old_actor:
             first = 1 if resume is None else int((resume.state or {}).get("weight_version", 1))
             self._sampled = SampledWeights(self._weight_sets, first - 1)
+        distillation = self.config.distillation
+        if distillation.opd_teacher_load is not None:
+            self._load_weights(distillation.opd_teacher_load, distillation.opd_teacher_ckpt_step)
+            self._weight_sets.keep(TEACHER)
         if self.config.algorithm.needs_reference or resume is None:
             changed = None if resume is None else resume.directory / REFERENCE
             if changed is not None and changed.is_dir():
@@ -189,12 +200,18 @@ class TrainWorker(ModelWorker[Given]):
 
     def _given(self, batch: TrainBatch, packs: Sequence[MicroBatch], clock: Clock) -> list[Given]:
         """Advantages and the log-probs of the other policies, before any weight moves."""
+        teacher = self._teacher(packs, clock)
         old, ref = self._policies(packs, clock)
         if not is_last_stage():
             return [Given(advantages_t=pack.rewards_n) for pack in packs]  # nobody reads them
         found = self._hooks.advantages(batch, packs, log_probs=old, ref_log_probs=ref) or self._advantages(
             packs, old, ref
         )
+        gaps = self._gaps(packs, old, teacher)
+        of_teacher: LogProbs = gaps or [None] * len(packs)
+        if gaps is not None:
+            coef = self.config.distillation.opd_kl_coef
+            found = [distilled(advantages_t, gap_t, coef) for advantages_t, gap_t in zip(found, gaps, strict=True)]
         dropped = [drop_not_finite(advantages_t, pack) for advantages_t, pack in zip(found, packs, strict=True)]
         if self.config.algorithm.normalize_advantages:
             found = _whitened(found, packs)
@@ -204,10 +221,13 @@ class TrainWorker(ModelWorker[Given]):
                 advantages_t=advantages_t,
                 old_log_probs_t=old_t,
                 ref_log_probs_t=ref_t,
+                teacher_gap_t=gap_t,
                 weight_scale=scale,
                 dropped=count,
             )
-            for advantages_t, old_t, ref_t, scale, count in zip(found, old, ref, scales, dropped, strict=True)
+            for advantages_t, old_t, ref_t, gap_t, scale, count in zip(
+                found, old, ref, of_teacher, scales, dropped, strict=True
+            )
         ]
 
     def _weight_scales(self, batch: TrainBatch, packs: Sequence[MicroBatch], old: LogProbs) -> Sequence[Tensor | None]:
@@ -215,6 +235,28 @@ class TrainWorker(ModelWorker[Given]):
         if not off_policy.tis_batch_normalize:
             return [None] * len(packs)
         return weight_scales(batch, packs, old, importance_sampling(off_policy), sum_over_data_parallel)
+
+    def _teacher(self, packs: Sequence[MicroBatch], clock: Clock) -> LogProbs:
+        """What the teacher says of the sampled tokens: here, or what it has said on its server."""
+        if TEACHER not in self._weight_sets:
+            return [pack.scores.teacher_log_probs_t for pack in packs]
+        with clock.phase("teacher_log_probs"), self._weight_sets.use(TEACHER):
+            return self._log_probs(packs, "teacher_")
+
+    def _gaps(self, packs: Sequence[MicroBatch], old: LogProbs, teacher: LogProbs) -> Sequence[Tensor] | None:
+        """How far the policy is from the teacher at each token; None without one."""
+        if not self.config.distillation.use_opd:
+            return None
+        gaps = []
+        for pack, old_log_probs_t, teacher_log_probs_t in zip(packs, old, teacher, strict=True):
+            assert old_log_probs_t is not None, "a run with a teacher computes them"
+            if teacher_log_probs_t is None:
+                raise UserError(
+                    f"samples {', '.join(map(str, pack.indices))}: not all of them have teacher_log_probs, which "
+                    "--use-opd needs; the function that generates or grades samples must set them"
+                )
+            gaps.append(teacher_gap(old_log_probs_t, teacher_log_probs_t))
+        return gaps
 
     def _policies(self, packs: Sequence[MicroBatch], clock: Clock) -> tuple[LogProbs, LogProbs]:
         """Log-probs of the actor before the update and of the reference, where they are needed.
@@ -232,6 +274,7 @@ class TrainWorker(ModelWorker[Given]):
                 ref = self._log_probs(packs, "ref_")
         replayed, engine = algorithm.use_routing_replay, off_policy.use_rollout_logprobs
         moves = self.config.batch.num_steps_per_rollout > 1 or algorithm.kl_coef or off_policy.keep_old_actor
+        moves = moves or self.config.distillation.use_opd
         wanted = (moves and not engine) or off_policy.tis_batch_normalize or self._hooks.want_log_probs
         if replayed or (wanted and not scored):
             with clock.phase("log_probs"), self._sampling_actor(packs), recorded(packs) if replayed else nullcontext():

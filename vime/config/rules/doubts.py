@@ -11,7 +11,12 @@ from vime.config.rules.base import Violation, option
 
 def single_sample(config: Config) -> Iterator[Violation]:
     alone, algorithm = config.rollout.n_samples_per_prompt == 1 and config.has_engines, config.algorithm
-    if alone and algorithm.estimator.group_relative and not algorithm.disable_rewards_normalization:
+    if (
+        alone
+        and not config.distillation.use_opd
+        and algorithm.estimator.group_relative
+        and not algorithm.disable_rewards_normalization
+    ):
         yield Violation(
             "--n-samples-per-prompt 1 makes every advantage 0: a group of one is its own baseline; 8 is usual with "
             f"{algorithm.advantage_estimator}"

@@ -46,7 +46,8 @@ def rollout_slots(config: Config) -> Iterator[Violation]:
 def grading(config: Config) -> Iterator[Violation]:
     reward, hooks = config.reward, config.hooks
     graded_elsewhere = hooks.custom_rm_path or hooks.custom_generate_function_path or hooks.rollout_function_path
-    if reward.rm_type is None and not graded_elsewhere and config.has_engines:
+    taught = config.distillation.use_opd and config.evaluation.eval_interval is None  # rewards are 0 then
+    if reward.rm_type is None and not graded_elsewhere and config.has_engines and not taught:
         yield Violation("--rm-type or --custom-rm-path is required: how answers are graded", ("rm_type",))
     if reward.rm_type is not None and reward.rm_type.endswith("remote_rm") and reward.rm_url is None:
         yield Violation(f"--rm-type {reward.rm_type} needs --rm-url: the address of the reward service", ("rm_url",))

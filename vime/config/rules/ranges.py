@@ -54,7 +54,8 @@ RANGES: Mapping[str, Range] = dict(
         ),
         *_each(
             "num_critic_only_steps critic_lr value_clip "
-            "num_rollout ckpt_step ref_ckpt_step start_rollout_id train_memory_margin_bytes lr min_lr lr_warmup_init "
+            "num_rollout ckpt_step ref_ckpt_step opd_teacher_ckpt_step start_rollout_id train_memory_margin_bytes "
+            "lr min_lr lr_warmup_init "
             "lr_warmup_iters weight_decay clip_grad eps_clip_high kl_loss_coef kl_coef eval_min_new_tokens "
             "mtp_loss_scaling_factor "
             "weight_probe_interval eval_temperature rollout_seed seed rollout_num_gpus "
@@ -63,7 +64,7 @@ RANGES: Mapping[str, Range] = dict(
         ),
         *_each("rm_timeout_s request_timeout_s engine_start_timeout_s weight_sync_timeout_s", Range(0, above=True)),
         *_each("adam_beta1 adam_beta2 lr_warmup_fraction", Range(0, 1, below=True)),
-        *_each("adam_eps tis_clip dr_grpo_divisor", Range(0, above=True)),
+        *_each("adam_eps opd_kl_coef tis_clip dr_grpo_divisor", Range(0, above=True)),
         *_each("rollout_top_p eval_top_p", Range(0, 1, above=True)),
         *_each("gamma lambd", Range(0, 1)),
         ("eps_clip", Range(0, 1, below=True)),

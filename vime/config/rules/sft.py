@@ -18,7 +18,10 @@ IDLE = (
 )
 """Flags of sampling, grading and engines."""
 
-USED_OF_ALGORITHM = ("loss_type", "disable_compute_advantages_and_returns", "reset_optimizer_states")
+USED_OF_ALGORITHM = (
+    "loss_type disable_compute_advantages_and_returns reset_optimizer_states "
+    "mtp_num_layers enable_mtp_training mtp_loss_scaling_factor"
+)
 
 
 def one_sample(config: Config) -> Iterator[Violation]:
@@ -75,7 +78,9 @@ def _is_idle(name: str) -> bool:
         return name.startswith(("vllm_", "router_"))
     section = OWN_FLAGS[name].section
     return (
-        section in IDLE_SECTIONS or name in IDLE.split() or (section == "algorithm" and name not in USED_OF_ALGORITHM)
+        section in IDLE_SECTIONS
+        or name in IDLE.split()
+        or (section == "algorithm" and name not in USED_OF_ALGORITHM.split())
     )
 
 

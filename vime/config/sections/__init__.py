@@ -6,6 +6,7 @@ from vime.config.sections.checkpoint import Checkpoint
 from vime.config.sections.cluster import Cluster
 from vime.config.sections.critic import Critic
 from vime.config.sections.data import Data
+from vime.config.sections.distillation import Distillation
 from vime.config.sections.engine import Engine
 from vime.config.sections.evaluation import Evaluation
 from vime.config.sections.hooks import Hooks
@@ -25,6 +26,7 @@ SECTIONS: dict[str, type] = {
     "algorithm": Algorithm,
     "critic": Critic,
     "off_policy": OffPolicy,
+    "distillation": Distillation,
     "optimizer": Optimizer,
     "parallel": Parallel,
     "reward": Reward,
@@ -43,6 +45,7 @@ __all__ = [
     "Cluster",
     "Critic",
     "Data",
+    "Distillation",
     "Engine",
     "Evaluation",
     "Hooks",
