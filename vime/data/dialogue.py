@@ -131,8 +131,8 @@ class DialogueEncoder:
         text = self._render(messages, metadata)
         cuts = [0, *(cut for i in turns for cut in self._span(messages, i, text, metadata))]
         pieces = [text[start:end] for start, end in itertools.pairwise(cuts)]
-        encoded = self._tokenized(pieces)
-        self._check_pieces(text, encoded)
+        *encoded, whole = self._tokenized([*pieces, text])
+        self._check_pieces(encoded, whole)
         return self._masked(encoded)
 
     def _turns(self, messages: Sequence[Message]) -> list[int]:
@@ -192,9 +192,8 @@ class DialogueEncoder:
             return own + 1
         return end + (end == len(ids) or ids[end] in self._special)
 
-    def _check_pieces(self, text: str, pieces: list[list[int]]) -> None:
+    def _check_pieces(self, pieces: list[list[int]], whole: list[int]) -> None:
         """Tokens of the pieces may be others than those of the whole (at boundaries), but say the same."""
-        (whole,) = self._tokenized([text])
         joined = [token for piece in pieces for token in piece]
         if joined != whole and self._decode(joined) != self._decode(whole):
             raise UserError(
