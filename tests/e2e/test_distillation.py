@@ -16,21 +16,21 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 def test_a_student_comes_nearer_to_a_teacher_on_a_server_without_any_reward(
     flags: list[str], tmp_path: Path, save: Path
 ) -> None:
-    """Eight rollouts of 32 answers. The teacher is a larger model of the same tokenizer."""
+    """Sixteen rollouts of 32 answers. The teacher is a larger model of the same tokenizer."""
     words = list(flags)
     at = words.index("--custom-rm-path")
     del words[at : at + 2]
     teacher = make_model(tmp_path / "teacher", "qwen3", seed=5, num_hidden_layers=3)
     for server in serve(teacher, tmp_path / "logs"):
         more = ["--use-opd", "--opd-type", "vllm", "--opd-teacher-url", server.url, "--rollout-batch-size", "32"]
-        with Run(save, *words, *more, "--n-samples-per-prompt", "1", "--num-rollout", "8", "--lr", "1e-2") as run:
+        with Run(save, *words, *more, "--n-samples-per-prompt", "1", "--num-rollout", "16", "--lr", "1e-2") as run:
             run.finish()
             run.assert_nothing_is_left()
     rows = [row for row in run.rows() if "train/opd_kl" in row]
-    assert len(rows) == 8
+    assert len(rows) == 16
     assert {row["rollout/raw_reward"] for row in rows} == {0.0}
-    assert rows[0]["train/opd_kl"] > 1
-    assert rows[-1]["train/opd_kl"] < rows[0]["train/opd_kl"] - 0.2
+    gaps = [row["train/opd_kl"] for row in rows]
+    assert sum(gaps[-3:]) / 3 < sum(gaps[:3]) / 3 / 2, gaps
 
 
 def test_a_teacher_that_is_not_there_ends_the_run_before_an_engine_starts(flags: list[str], save: Path) -> None:
