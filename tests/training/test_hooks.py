@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.training import train_hooks
-from tests.training.harness import batch_of, config_of, make_samples, make_step, started
+from tests.training.harness import (
+    batch_of,
+    config_of,
+    free_port,
+    make_samples,
+    make_step,
+    on_ranks,
+    started,
+    started_critic,
+)
+from vime.config import Config
 from vime.errors import UserError
 from vime.training.rollout_data import Rows
 from vime.types import TrainBatch
@@ -152,3 +163,53 @@ def test_rows_come_back_where_they_came_from() -> None:
     for one, other in zip(rows.join(rows.split(packed)), packed, strict=True):
         assert torch.equal(one, other)
     assert [float(row[0]) for row in rows.split(packed)] == [0, 1, 0, 1, 2, 3, 3, 2]
+
+
+def on_two_ranks(model: Path, batches: list[TrainBatch], *flags: str) -> list[dict[str, float]]:
+    """The metrics of the last step, as each of two ranks has them."""
+    config = config_of(model, "--actor-num-gpus-per-node", "2", *flags)
+    return on_ranks(2, train_on_rank, config, free_port(), batches)
+
+
+def train_on_rank(rank: int, world_size: int, config: Config, port: int, batches: list[TrainBatch]) -> Any:
+    with started(config, rank=rank, world_size=world_size, port=port) as worker:
+        return worker.train(batches[rank % len(batches)]).steps[-1]
+
+
+def test_masks_that_change_on_several_ranks_change_the_denominator_of_all(model_of: Callable[..., Path]) -> None:
+    """Each rank masks the first of its samples; one process gets them masked already."""
+    flags = ["--calculate-per-token-loss", "--fp32"]
+    samples = make_samples()
+    masked = [replace(s, loss_mask=(0,) * s.response_length) if i in (0, 4) else s for i, s in enumerate(samples)]
+    (expected,) = train(model_of(), *flags, batch=batch_of(masked))
+    whole = make_step(samples)
+    shares = [batch_of(part, replace(whole, micro_batches=((0, 1, 2, 3),))) for part in (samples[:4], samples[4:])]
+    hook = ["--rollout-data-postprocess-path", f"{HERE}:mask_first_sample"]
+    for found in on_two_ranks(model_of(), shares, *flags, *hook):
+        for name in ("train/loss", "train/grad_norm", "train/entropy_loss"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+
+
+def test_hooks_run_on_every_stage_of_a_pipeline(model_of: Callable[..., Path], tmp_path: Path) -> None:
+    batch = two_steps()
+    flags = ["--fp32", "--num-steps-per-rollout", "2", "--run-dir", str(tmp_path)]
+    flags += ["--rollout-data-postprocess-path", f"{EXAMPLES}:bounded_advantages"]
+    flags += ["--custom-megatron-before-log-prob-hook-path", f"{EXAMPLES}:note_pass"]
+    *_, expected = train(model_of(), *flags, batch=batch)
+    first, last = on_two_ranks(model_of(), [batch], *flags, "--pipeline-model-parallel-size", "2")
+    assert first["train/loss"] == last["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5)
+    assert len((tmp_path / "passes.txt").read_text().splitlines()) == 3, "one process, then two stages"
+
+
+def test_hooks_of_the_critic_are_told_so(model_of: Callable[..., Path]) -> None:
+    flags = ["--advantage-estimator", "ppo", "--custom-megatron-init-path", f"{HERE}:init"]
+    flags += ["--custom-megatron-before-train-step-hook-path", f"{HERE}:before_step"]
+    flags += ["--custom-model-provider-path", f"{EXAMPLES}:without_embedding"]
+    batch = batch_of(make_samples(), rollout_id=2)
+    with started_critic(config_of(model_of(), *flags)) as critic:
+        scores = critic.score(batch)
+        samples = tuple(replace(sample, scores=scores[sample.index]) for sample in batch.samples)
+        critic.train(replace(batch, samples=samples))
+        frozen = {name for name, each in critic.chunks[0].named_parameters() if not each.requires_grad}
+    assert train_hooks.SEEN == [("init", "critic", 1), ("step", 2, 0)]
+    assert frozen and all("embedding" in name for name in frozen)
