@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.tiny import make_model
-from tests.training.harness import config_of, make_samples, make_step, started
-from tests.training.test_step import forward, gradients_by_hf_name, load_reference
+from tests.training.harness import batch_of, config_of, make_samples, make_step, started
+from tests.training.test_step import _NoClock, forward, gradients_by_hf_name, load_reference
 from vime.training.loss import Given, LossSettings, PolicyObjective
 from vime.training.worker import TrainWorker
 
@@ -275,3 +276,36 @@ def test_how_trainer_and_engine_differ_is_reported_whether_it_is_corrected_or_no
         assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
         assert metrics["train/tis"] == pytest.approx(mean(lambda d: d.exp().clamp(max=high)), rel=1e-4)  # noqa: B023
         assert metrics["train/tis_clipfrac"] == pytest.approx(mean(lambda d: (d.exp() > high).float()), abs=1e-6)  # noqa: B023
+
+
+def returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """From the last trained token back, over trained tokens alone."""
+    found, following = torch.zeros_like(rewards), 0.0
+    for t in reversed(range(len(rewards))):
+        if mask[t]:
+            following = found[t] = rewards[t] + gamma * following
+    return found
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_advantages_pay_for_the_kl_and_are_whitened(scene: Scene, name: str) -> None:
+    flags = ["--fp32", "--advantage-estimator", name, "--normalize-advantages", "--kl-coef", "0.3", "--gamma", "0.9"]
+    flags += ["--kl-loss-type", "k3", "--ref-load", str(scene.other), "--load", str(scene.model)]
+    packs = [scene.worker._packer.pack([scene.samples[i] for i in chosen]) for chosen in PACKS]
+    batch = batch_of(scene.samples, make_step(scene.samples, *PACKS))
+    with mock.patch.object(scene.worker, "config", config_of(scene.model, *flags)):
+        given = scene.worker._given(batch, packs, _NoClock())  # type: ignore[arg-type]
+    expected = []
+    for answer in scene.answers():
+        penalty = 0.3 * k3(answer.new.detach() - answer.ref)
+        if name == "reinforce_plus_plus":
+            rewards = -penalty
+            rewards[answer.mask.nonzero().max()] += answer.advantage
+            expected.append(returns(rewards, answer.mask, 0.9))
+        else:
+            expected.append(answer.advantage - penalty)
+    trained = torch.cat(expected)[torch.cat([answer.mask for answer in scene.answers()]).bool()]
+    for each, chosen in zip(given, PACKS, strict=True):
+        whitened = torch.cat([(expected[i] - trained.mean()) / trained.std() for i in chosen])
+        masks = torch.tensor([bit for i in chosen for bit in scene.samples[i].loss_mask]).bool()
+        torch.testing.assert_close(each.advantages_t[masks], whitened[masks], rtol=1e-4, atol=1e-5)

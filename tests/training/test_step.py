@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 
 from tests.tiny import make_model
 from tests.training.harness import batch_of, config_of, make_samples, make_step, started
+from vime.data.batching import make_train_batches
 from vime.models import weight_map
 from vime.training.loss import Given
 from vime.training.weights_io import global_parameters
 from vime.training.worker import TrainWorker
-from vime.types import TrainSample
+from vime.types import RolloutBatch, TrainSample
 
 GRADIENT_TOLERANCE = 1e-5  # of the norm of the difference to that of the gradient, fp32
 
@@ -181,3 +183,20 @@ def test_advantages_are_whitened_over_all_micro_batches_of_the_rollout(model_of:
     with started(config_of(model_of(), "--fp32", "--normalize-advantages", "--calculate-per-token-loss")) as worker:
         (metrics,) = worker.train(batch_of(samples, make_step(samples, (0, 1, 2), (3, 4, 5, 6, 7)))).steps
     assert metrics["rollout/advantages"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_samples_that_do_not_count_change_nothing(model_of: Callable[..., Path]) -> None:
+    """With KL and entropy in the loss, which would act on groups without a signal too."""
+    samples = make_samples(masked=True)
+    idle = tuple(replace(s, loss_mask=(0,) * s.response_length, counts=False) for s in samples[4:])
+    flags = ["--fp32", "--lr", "1e-3", "--entropy-coef", "0.1", "--use-kl-loss", "--kl-loss-coef", "0.1"]
+    for more in ([], ["--calculate-per-token-loss"]):
+        found = []
+        for given in (samples[:4] + idle, samples[:4]):
+            (batch,) = make_train_batches(
+                RolloutBatch(rollout_id=0, samples=given), dp_size=1, global_batch_size=len(given), micro_batch_size=2
+            )
+            with started(config_of(model_of(), *flags, "--ref-load", str(model_of()), *more)) as worker:
+                (metrics,) = worker.train(batch).steps
+            found.append({name: value for name, value in metrics.items() if not name.startswith("perf/")})
+        assert found[0] == pytest.approx(found[1], rel=1e-5, abs=1e-6)
