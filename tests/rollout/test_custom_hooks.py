@@ -17,6 +17,7 @@ from vime.rollout.hooks import (
     custom_evaluation,
     custom_generate,
     custom_rollout,
+    own_generate,
     sample_filter,
     sample_hook,
 )
@@ -187,3 +188,21 @@ def test_a_data_source_without_indices_is_refused_where_it_gives_them():
     assert len(source) == 5
     with pytest.raises(UserError, match=r"--data-source-path mine:Source.get_samples: must give every sample an index"):
         source.get_samples(1)
+
+
+async def test_a_sample_with_a_function_of_its_own_is_generated_by_that_which_is_loaded_once():
+    loaded = []
+
+    async def usual(sample, params, evaluation):
+        return "usual"
+
+    def load(path):
+        loaded.append(path)
+        return hook(generate)
+
+    one = own_generate(usual, load, ARGS)
+    mine = [Sample(index=i, group_index=0, custom_generate_function_path="mine:f") for i in range(2)]
+    assert await one(Sample(index=5), SamplingParams(max_tokens=2), False) == "usual"
+    for sample in mine:
+        assert (await one(sample, SamplingParams(max_tokens=2), False)).response == "x" * sample.response_length
+    assert loaded == ["mine:f"]

@@ -20,6 +20,7 @@ from tests.training.harness import (
     on_ranks,
     started,
     started_critic,
+    started_sft,
 )
 from vime.config import Config
 from vime.errors import UserError
@@ -28,6 +29,7 @@ from vime.types import TrainBatch
 
 HERE = "tests.training.train_hooks"
 EXAMPLES = "examples.plugins.training"
+SFT = ["--loss-type", "sft_loss", "--n-samples-per-prompt", "1", "--rollout-batch-size", "8"]
 
 pytestmark = pytest.mark.usefixtures("nothing_seen")
 
@@ -213,3 +215,17 @@ def test_hooks_of_the_critic_are_told_so(model_of: Callable[..., Path]) -> None:
         frozen = {name for name, each in critic.chunks[0].named_parameters() if not each.requires_grad}
     assert train_hooks.SEEN == [("init", "critic", 1), ("step", 2, 0)]
     assert frozen and all("embedding" in name for name in frozen)
+
+
+def test_fine_tuning_may_change_masks_but_has_no_advantages(model_of: Callable[..., Path]) -> None:
+    samples = make_samples()
+    first = replace(samples[0], loss_mask=(0,) * samples[0].response_length)
+    losses = []
+    for batch, flags in (
+        (batch_of((first, *samples[1:])), ["--rollout-data-postprocess-path", f"{HERE}:note_data"]),
+        (batch_of(samples), ["--rollout-data-postprocess-path", f"{HERE}:mask_first_sample"]),
+    ):
+        with started_sft(config_of(model_of(), "--fp32", *SFT, *flags)) as worker:
+            losses.append(worker.train(batch).steps[0]["train/loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert "advantages" not in train_hooks.SEEN[0] and "log_probs" not in train_hooks.SEEN[0]

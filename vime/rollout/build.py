@@ -38,6 +38,7 @@ from vime.rollout.hooks import (
     custom_generate,
     custom_post_process,
     custom_rollout,
+    own_generate,
     sample_filter,
     sample_hook,
 )
@@ -200,7 +201,12 @@ def make_manager(
         version: of the weights that the trainer has now.
     """
     hooks = prompts.hooks
-    generate = _generate(prompts, args, generator)
+    log = log_file(config)
+    generate = own_generate(
+        _generate(prompts, args, generator),
+        lambda path: load_hook(path, "custom_generate_function_path of a sample", contracts.CUSTOM_GENERATE, log),
+        args,
+    )
     concurrency = config.engine.vllm_server_concurrency * max(config.cluster.num_engines, 1)
     collect, evaluate = hooks.get(contracts.ROLLOUT_FUNCTION), hooks.get(contracts.EVAL_FUNCTION)
     removes, processes = hooks.get(contracts.ROLLOUT_SAMPLE_FILTER), hooks.get(contracts.ROLLOUT_ALL_SAMPLES_PROCESS)

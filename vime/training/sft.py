@@ -18,7 +18,7 @@ from vime.training.model_worker import Clock
 from vime.training.packing import MicroBatch
 from vime.training.step import make_reduction, total
 from vime.training.worker import TrainWorker
-from vime.types import TrainBatch
+from vime.types import TrainBatch, TrainStep
 
 __all__ = ["SftObjective", "SftWorker"]
 
@@ -66,6 +66,12 @@ class SftWorker(TrainWorker):
 
     def _given(self, batch: TrainBatch, packs: Sequence[MicroBatch], clock: Clock) -> list[Given]:
         return [_nothing(pack) for pack in packs]
+
+    def _reviewed(
+        self, batch: TrainBatch, packs: Sequence[MicroBatch], given: Sequence[Given]
+    ) -> tuple[Sequence[MicroBatch], Sequence[Given], Sequence[TrainStep]]:
+        """Loss masks may still change; there are no log-probs and no advantages, as on a stage that is not the last."""
+        return self._hooks.reviewed(batch, packs, given, last_stage=False)
 
 
 def _nothing(pack: MicroBatch) -> Given:

@@ -14,7 +14,9 @@ IDLE = (
     "rollout_skip_special_tokens rollout_max_prompt_len n_samples_per_eval_prompt eval_max_response_len "
     "eval_temperature eval_top_p eval_top_k eval_max_prompt_len eval_max_context_len eval_min_new_tokens "
     "custom_rm_path custom_generate_function_path custom_reward_post_process_path rollout_sample_filter_path "
-    "custom_rollout_log_function_path custom_eval_rollout_log_function_path"
+    "custom_rollout_log_function_path custom_eval_rollout_log_function_path rollout_sample_hook "
+    "rollout_all_samples_process_path custom_convert_samples_to_train_data_path "
+    "custom_megatron_before_log_prob_hook_path"
 )
 """Flags of sampling, grading and engines."""
 
