@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Run
+from tests.e2e.harness import ROOT, Run
 from vime.checkpoints import CRITIC
 
 pytestmark = pytest.mark.timeout(900)  # whole runs on a busy machine; each wait has a deadline of its own
 
 PPO = ["--advantage-estimator", "ppo", "--critic-lr", "1e-2", "--value-clip", "10"]
+SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
 KL = ["--kl-coef", "0.05", "--kl-loss-type", "k3"]
 
 
@@ -45,3 +49,29 @@ def test_a_critic_on_a_slot_of_its_own_learns_first_and_then_both(flags: list[st
     shown = json.loads((save / "run_config.json").read_text())
     assert shown["cluster"]["critic_num_gpus_per_node"]["value"] == 1
     assert shown["critic"]["critic_lr"] == {"value": 0.01, "origin": "command line"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_language_model_learns_to_add(tmp_path: Path) -> None:
+    """The demo's model and task, with a critic in place of the groups' baselines, in 24 optimizer steps."""
+    assert SMOLLM2.is_dir(), "make models/SmolLM2-135M-Instruct/model.safetensors"
+    task, run = tmp_path / "task", tmp_path / "run"
+    subprocess.run([sys.executable, "tools/make_arithmetic.py", str(task)], cwd=ROOT, check=True)
+    script = ["bash", "scripts/run-smollm2-135M-cpu.sh", "--advantage-estimator", "ppo", "--critic-lr", "1e-4"]
+    done = subprocess.run(
+        [*script, "--normalize-advantages", "--no-save-optim"],
+        cwd=ROOT,
+        env={**os.environ, "TASK": str(task), "RUN": str(run)},
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rewards = [row["eval/arithmetic"] for row in rows if "eval/arithmetic" in row]
+    assert rewards[0] < 0.1
+    assert rewards[-1] > 0.8
+    explained = [row["rollout/explained_variance"] for row in rows if "rollout/explained_variance" in row]
+    assert max(explained[-5:]) > 0.1, "the critic has learnt something too"

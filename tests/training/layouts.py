@@ -36,10 +36,11 @@ from tests.tiny import add_mtp_layer, make_model
 from tests.training.harness import DEADLINE_S, config_of, free_port, make_samples, on_ranks, started
 from vime.cluster.training_job import split
 from vime.config import Config
-from vime.models import weight_map
+from vime.models import WeightRule, weight_map
 from vime.training.gathering import gather
+from vime.training.model_worker import ModelWorker
 from vime.training.step import Learner
-from vime.training.weights_io import drain, global_parameters, hf_weights
+from vime.training.weights_io import drain, dtype_of, global_parameters
 from vime.training.worker import TrainWorker
 from vime.types import RolloutBatch, TrainBatch, TrainStep
 
@@ -144,6 +145,17 @@ def nothing_around(worker: TrainWorker, left: Any) -> AbstractContextManager[Any
 
 
 @dataclass(frozen=True, kw_only=True)
+class Subject:
+    """Which of the models that learn is looked at. Functions of modules: they cross processes."""
+
+    started: Callable[..., AbstractContextManager[Any]]  # as ``harness.started``
+    rules: Callable[[Any], Sequence[WeightRule]]  # worker → what its parameters are
+    prepared: Callable[[Any, TrainBatch], TrainBatch]  # its share of a rollout with all that training asks for
+    says: Callable[[Any, TrainBatch], dict[int, Tensor]]  # of each sample's response tokens, by its index
+    gradient_norm: str  # the metric
+
+
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """A model and an objective, and the layouts that they run in."""
 
@@ -154,6 +166,7 @@ class Row:
     tolerance: Tolerance = FP32
     around: Around = nothing_around
     mtp: bool = False  # the model has a layer for multi-token prediction
+    subject: Subject = field(default_factory=lambda: ACTOR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +175,7 @@ class Work:
 
     config: Config
     around: Around
+    subject: Subject
     shares: Sequence[TrainBatch]  # one a data-parallel rank
     meeting: Path  # the file in which the first rank says on which port it listens
     left: Any = None  # by the run on one process
@@ -204,7 +218,8 @@ def plan(row: Row, layout: Layout, models: tuple[Path, Path], left: Any = None) 
     samples = make_samples(16, masked=True)
     replicas = layout.world_size // config.parallel.model_parallel_size
     shares = split(RolloutBatch(rollout_id=0, samples=samples), replicas, config)
-    return Work(config=config, around=row.around, shares=shares, meeting=actor.parent / uuid4().hex, left=left)
+    meeting = actor.parent / uuid4().hex
+    return Work(config=config, around=row.around, subject=row.subject, shares=shares, meeting=meeting, left=left)
 
 
 def run_all(world_size: int, works: Mapping[str, Work]) -> dict[str, list[Outcome]]:
@@ -219,14 +234,16 @@ def _run_all(rank: int, world_size: int, works: Mapping[str, Work]) -> dict[str,
 
 def run(work: Work, rank: int = 0, world_size: int = 1) -> Outcome:
     """What the model says of the samples, and two steps."""
-    with started(work.config, rank=rank, world_size=world_size, port=_port(work.meeting, rank)) as worker:
-        share = work.shares[worker.info.dp_rank]  # type: ignore[attr-defined]
-        before = whole_tensors(worker)
-        worker._learner = recorder = Recorder(worker)  # type: ignore[assignment]
+    port, subject = _port(work.meeting, rank), work.subject
+    with subject.started(work.config, rank=rank, world_size=world_size, port=port) as worker:
+        share = subject.prepared(worker, work.shares[worker.info.dp_rank])
+        rules = subject.rules(worker)
+        before = whole_tensors(worker, rules)
+        worker._learner = recorder = Recorder(worker, rules)
         with work.around(worker, work.left) as left:
-            log_probs = log_probs_by_sample(worker, share)
+            log_probs = subject.says(worker, share)
             metrics = worker.train(share).steps
-        after = whole_tensors(worker)
+        after = whole_tensors(worker, rules)
         return Outcome(
             metrics=metrics,
             log_probs=log_probs,
@@ -253,24 +270,24 @@ def _port(meeting: Path, rank: int) -> int:
 class Recorder:
     """Takes the place of a worker's learner, and keeps the gradients of its first step."""
 
-    def __init__(self, worker: TrainWorker) -> None:
-        self._worker, self._learner = worker, worker._learner
+    def __init__(self, worker: ModelWorker[Any], rules: Sequence[WeightRule]) -> None:
+        self._worker, self._learner, self._rules = worker, worker._learner, rules
         self.gradients: dict[str, Tensor] | None = None
 
     def step(self, work: Any, step: TrainStep, **named: str) -> dict[str, float]:
         metrics = Learner.step(self._learner, work, step, **named)
         if self.gradients is None:
-            self.gradients = whole_gradients(self._worker)
+            self.gradients = whole_gradients(self._worker, self._rules)
         return metrics
 
 
-def whole_tensors(worker: TrainWorker) -> dict[str, Tensor]:
+def whole_tensors(worker: ModelWorker[Any], rules: Sequence[WeightRule]) -> dict[str, Tensor]:
     """Copies of the weights of the whole model by HF name, in float32; collective, and empty beside rank 0."""
-    return _copies(hf_weights(worker.chunks, worker.shape))
+    return _copies(gather(global_parameters(worker.chunks), rules, _experts(worker), dtype_of(worker.chunks)))
 
 
 @torch.no_grad()
-def whole_gradients(worker: TrainWorker) -> dict[str, Tensor]:
+def whole_gradients(worker: ModelWorker[Any], rules: Sequence[WeightRule]) -> dict[str, Tensor]:
     """The gradients of the last step, as ``whole_tensors`` gives weights."""
     for chunk in worker.chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
@@ -281,8 +298,11 @@ def whole_gradients(worker: TrainWorker) -> dict[str, Tensor]:
                     dist.all_gather_into_tensor(bucket.grad_data, shard, group=buffer.data_parallel_group)
     parameters = global_parameters(worker.chunks)
     gradients = {name: getattr(each, "main_grad", each) for name, each in parameters.items()}
-    experts = 0 if worker.shape.moe is None else worker.shape.moe.num_experts
-    return _copies(gather(gradients, weight_map(worker.shape), experts, torch.float32))
+    return _copies(gather(gradients, rules, _experts(worker), torch.float32))
+
+
+def _experts(worker: ModelWorker[Any]) -> int:
+    return 0 if worker.shape.moe is None else worker.shape.moe.num_experts
 
 
 def _copies(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -306,8 +326,25 @@ def log_probs_by_sample(worker: TrainWorker, share: TrainBatch) -> dict[int, Ten
     return found
 
 
+def _policy_rules(worker: TrainWorker) -> Sequence[WeightRule]:
+    return weight_map(worker.shape)
+
+
+def _as_it_is(worker: TrainWorker, share: TrainBatch) -> TrainBatch:
+    return share
+
+
+ACTOR = Subject(
+    started=started,
+    rules=_policy_rules,
+    prepared=_as_it_is,
+    says=log_probs_by_sample,
+    gradient_norm="train/grad_norm",
+)
+
+
 @torch.no_grad()
-def disagreement(worker: TrainWorker) -> float:
+def disagreement(worker: ModelWorker[Any]) -> float:
     """The largest difference of a parameter between ranks that should have the same one."""
     worst = 0.0
     for chunk in worker.chunks:
@@ -325,12 +362,11 @@ def disagreement(worker: TrainWorker) -> float:
     return worst
 
 
-def compare(ranks: Sequence[Outcome], alone: Outcome) -> Deviation:
-    """The largest differences over ranks, steps, tokens and parameters."""
+def compare(ranks: Sequence[Outcome], alone: Outcome, norm: str) -> Deviation:
+    """The largest differences over ranks, steps, tokens and parameters; ``norm`` is the metric that is relative."""
     log_probs = [(index, found) for rank in ranks for index, found in rank.log_probs.items()]
     assert {index for index, _ in log_probs} == alone.log_probs.keys()
     steps = [pair for rank in ranks for pair in zip(rank.metrics, alone.metrics, strict=True)]
-    norm = "train/grad_norm"
     return Deviation(
         loss=max(_largest_difference(found, expected, leave=norm) for found, expected in steps),
         log_prob=max(float((found - alone.log_probs[index]).abs().max()) for index, found in log_probs),
@@ -370,7 +406,8 @@ class Matrix:
         size = LAYOUTS[layout].world_size
         if size not in self._spread:
             self._spread[size] = run_all(size, self.works(size))
-        return compare(self._spread[size][f"{row}: {layout}"], self.alone(row))
+        norm = self._rows[row].subject.gradient_norm
+        return compare(self._spread[size][f"{row}: {layout}"], self.alone(row), norm)
 
     def works(self, world_size: int) -> dict[str, Work]:
         """By row and layout."""

@@ -17,6 +17,7 @@ from tests.training.test_step import forward, gradients_by_hf_name, load_referen
 from vime.checkpoints import CRITIC, CheckpointStore
 from vime.errors import UserError
 from vime.models import weight_map
+from vime.observe.metrics import describe
 from vime.training.critic import CriticWorker
 from vime.training.value_model import HEAD
 from vime.training.weights_io import global_parameters
@@ -29,11 +30,11 @@ def head_of(worker: CriticWorker) -> torch.Tensor:
     return global_parameters(worker.chunks)[HEAD]
 
 
-def set_head(worker: CriticWorker, seed: int = 0) -> torch.Tensor:
+def set_head(worker: CriticWorker, scale: float = 0.3) -> torch.Tensor:
     """A head that is not 0, as if it had learnt; to be set before the first step."""
     head = head_of(worker)
     with torch.no_grad():
-        head.copy_(0.3 * torch.randn(head.shape, generator=torch.Generator().manual_seed(seed)))
+        head.copy_(scale * torch.randn(head.shape, generator=torch.Generator().manual_seed(0)))
     worker.optimizer.reload_model_params()
     return head.detach().clone()
 
@@ -148,6 +149,7 @@ def test_a_critic_learns_what_answers_earn(model_of: Callable[..., Path]) -> Non
     flags = ["--fp32", *PPO, "--lr", "3e-3", "--gamma", "1", "--lambd", "1", "--value-clip", "10"]
     with started_critic(config_of(model_of(), *flags)) as worker:
         found = [learn(worker, batch_of(make_samples(16)[::2])) for _ in range(30)]
+    assert all(describe(name) for name in found[0]), "every metric is known by name"
     assert found[0]["rollout/values"] == 0.0
     assert found[0]["rollout/explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert found[-1]["rollout/explained_variance"] > 0.9
