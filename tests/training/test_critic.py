@@ -156,6 +156,31 @@ def test_a_critic_learns_what_answers_earn(model_of: Callable[..., Path]) -> Non
     assert found[-1]["train/critic_loss"] < 0.1 * found[0]["train/critic_loss"]
 
 
+def more_than_expected(args: Any, rollout_data: dict[str, Any]) -> None:
+    """Advantages of actor and critic alike: the reward, less what the critic expected."""
+    pairs = zip(rollout_data["values"], rollout_data["rewards"], strict=True)
+    rollout_data["advantages"] = [reward - values for values, reward in pairs]
+    assert args.role in ("actor", "critic") and len(rollout_data["log_probs"]) == len(rollout_data["rewards"])
+
+
+def test_custom_advantages_are_those_of_the_critic_too(model_of: Callable[..., Path]) -> None:
+    """Returns are advantages and values together: here the rewards."""
+    config = config_of(model_of(), "--fp32", *PPO, "--custom-advantage-function-path", f"{__name__}:more_than_expected")
+    batch = batch_of(make_samples(masked=True))
+    with started(config) as actor:
+        batch = scored(batch, actor)
+        assert batch.samples[0].scores.ref_log_probs is None, "there is no reference"
+    with started_critic(config) as critic:
+        set_head(critic)
+        batch = scored(batch, critic)
+        (of_critic,) = critic.train(batch).steps
+    with started(config) as actor:
+        (of_actor,) = actor.train(batch).steps
+    mean_reward = sum(sample.reward for sample in batch.samples) / len(batch.samples)
+    assert of_critic["rollout/returns"] == pytest.approx(mean_reward, rel=1e-5)
+    assert of_actor["rollout/advantages"] == pytest.approx(mean_reward - of_critic["rollout/values"], rel=1e-4)
+
+
 def save_with_critic(worker: CriticWorker, root: Path, rollout_id: int) -> None:
     """A checkpoint of a whole run as far as the critic reads it."""
     store = CheckpointStore(root)

@@ -42,10 +42,11 @@ class Critic:
 
     def with_actor(self) -> ActorCritic:
         """What the training loop trains."""
+        hooks = self._config.hooks
         return ActorCritic(
             self._turns,
             self._model,
-            actor_scores=self._config.algorithm.kl_coef != 0,
+            actor_scores=self._config.algorithm.kl_coef != 0 or hooks.custom_advantage_function_path is not None,
             critic_only=self._config.critic.num_critic_only_steps,
             share_devices=self.shares_devices,
         )

@@ -165,7 +165,8 @@ CUSTOM_ADVANTAGE = Contract(
     purpose="Computes the advantages of a rollout, in place of --advantage-estimator.",
     when="Once a rollout on every rank of the actor's last pipeline stage, after the log-probs, with the samples of "
     "the rank. --normalize-advantages whitens what it leaves. Ranks that share samples (tensor and context parallel) "
-    "must come to the same result.",
+    "must come to the same result. With PPO also on the critic's, which learns advantages and values together; "
+    'rollout_data["values"] are there then.',
     arguments=("args", "rollout_data"),
     returns='Nothing; it sets rollout_data["advantages"] to a list of tensors, one a sample with a value for each of '
     "its response tokens.",

@@ -53,20 +53,13 @@ class CriticWorker(ModelWorker[Goal]):
     def _given(self, batch: TrainBatch, packs: Sequence[MicroBatch], clock: Clock) -> list[Goal]:
         if not is_last_stage():
             return [Goal(old_values_t=pack.rewards_n, returns_t=pack.rewards_n) for pack in packs]  # nobody reads them
-        return [self._goal(pack) for pack in packs]
-
-    def _goal(self, pack: MicroBatch) -> Goal:
-        """Returns are advantages and values together, before anything is whitened."""
-        scores = pack.scores
-        assert scores.values_t is not None, "the critic scores a rollout before it trains on it"
-        advantages: Tensor = advantages_of(
-            pack,
-            self.config.algorithm,
-            log_probs_t=scores.log_probs_t,
-            ref_log_probs_t=scores.ref_log_probs_t,
-        )
-        drop_not_finite(advantages, pack)
-        return Goal(old_values_t=scores.values_t, returns_t=advantages + scores.values_t)
+        log_probs = [pack.scores.log_probs_t for pack in packs]
+        ref_log_probs = [pack.scores.ref_log_probs_t for pack in packs]
+        found = self._hooks.advantages(batch, packs, log_probs=log_probs, ref_log_probs=ref_log_probs) or [
+            advantages_of(pack, self.config.algorithm, log_probs_t=own, ref_log_probs_t=ref)
+            for pack, own, ref in zip(packs, log_probs, ref_log_probs, strict=True)
+        ]
+        return [_goal(pack, advantages_t) for pack, advantages_t in zip(packs, found, strict=True)]
 
     def _resume_point(self) -> ResumePoint | None:
         """The critic of the checkpoint from which the actor goes on, in it or in the root of its own.
@@ -115,3 +108,11 @@ class CriticWorker(ModelWorker[Goal]):
         directory = some_checkpoint(source, ckpt_step).directory
         inside = directory / CRITIC  # of a checkpoint of actor and critic
         load_weights(inside if inside.is_dir() else directory, self.chunks, optional=(HEAD,))
+
+
+def _goal(pack: MicroBatch, advantages_t: Tensor) -> Goal:
+    """Returns are advantages and values together, before anything is whitened."""
+    values_t = pack.scores.values_t
+    assert values_t is not None, "the critic scores a rollout before it trains on it"
+    drop_not_finite(advantages_t, pack)
+    return Goal(old_values_t=values_t, returns_t=advantages_t + values_t)

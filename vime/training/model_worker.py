@@ -195,7 +195,7 @@ class ModelWorker(ABC, Generic[G]):
         Of the ranks that share a sample one has it: the first of the last pipeline stage.
         """
         first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
-        if not (first and is_last_stage()):
+        if not (first and is_last_stage()) or any(each is None for each in values):
             return {}
         chosen = [batch.samples[i] for step in batch.steps for micro in step.micro_batches for i in micro]
         whole = torch.cat([each.cpu() for each in values if each is not None])

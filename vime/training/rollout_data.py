@@ -54,9 +54,10 @@ def rollout_data(
         known: further values of response tokens, a tensor [T] of each micro-batch by name; None: nobody knows.
 
     Returns:
-        ``tokens`` (int64 [L]), ``loss_masks`` (int64 [T]), perhaps ``rollout_log_probs`` and what is ``known`` (float32
-        [T]), each a list of N tensors on the model's device; ``total_lengths``, ``response_lengths``, ``rewards``,
-        ``raw_reward``, ``truncated``, ``sample_indices``, ``group_indices`` and ``metadata``, each a list of N values.
+        ``tokens`` (int64 [L]), ``loss_masks`` (int64 [T]), perhaps ``rollout_log_probs``, ``values`` (a critic's) and
+        what is ``known`` (float32 [T]), each a list of N tensors on the model's device; ``total_lengths``,
+        ``response_lengths``, ``rewards``, ``raw_reward``, ``truncated``, ``sample_indices``, ``group_indices`` and
+        ``metadata``, each a list of N values.
     """
     rows, samples = Rows.of(batch), batch.samples
     device = packs[0].mask_t.device
@@ -72,7 +73,11 @@ def rollout_data(
         "metadata": [sample.metadata for sample in samples],
         "loss_masks": rows.split([pack.mask_t.long() for pack in packs]),
     }
-    known = {"rollout_log_probs": [pack.rollout_log_probs_t for pack in packs], **known}  # type: ignore[dict-item]
+    of_packs = {
+        "rollout_log_probs": [pack.rollout_log_probs_t for pack in packs],
+        "values": [pack.scores.values_t for pack in packs],
+    }
+    known = of_packs | known  # type: ignore[assignment]
     for name, values in known.items():
         tensors = [value for value in values if value is not None]
         if len(tensors) == len(packs):

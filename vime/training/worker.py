@@ -115,11 +115,8 @@ class TrainWorker(ModelWorker[Given]):
     def score(self, batch: TrainBatch) -> dict[int, TokenScores]:
         """Log-probs of actor and reference, by the index of the sample; see ``CriticWorker.score``."""
         packs = [pack for step in self._packs(batch) for pack in step]
-        with self._weight_sets.use(REFERENCE):
-            of_reference = self._by_sample(batch, self._log_probs(packs, "ref_"))
-        with self._sampling_actor(packs):
-            own = self._by_sample(batch, self._log_probs(packs, ""))
-        return {index: TokenScores(log_probs=own[index], ref_log_probs=of_reference[index]) for index in own}
+        own, ref = (self._by_sample(batch, values) for values in self._policies(packs, Clock()))
+        return {index: TokenScores(log_probs=own[index], ref_log_probs=ref.get(index)) for index in own}
 
     def save_hf(self, directory: Path | str) -> None:
         """Writes a folder that transformers and vLLM load."""
