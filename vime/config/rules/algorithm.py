@@ -129,11 +129,6 @@ def custom_parts(config: Config) -> Iterator[Violation]:
         yield Violation("--custom-tis-function-path and --tis-batch-normalize exclude each other")
     if hooks.custom_pg_loss_reducer_function_path is not None and algorithm.use_dr_grpo:
         yield Violation("--custom-pg-loss-reducer-function-path and --use-dr-grpo exclude each other")
-    if hooks.custom_advantage_function_path is not None and algorithm.needs_critic:
-        yield Violation(
-            f"--custom-advantage-function-path and --advantage-estimator {algorithm.advantage_estimator} exclude each "
-            "other: the critic learns from the advantages of its own estimator"
-        )
     custom = algorithm.loss_type == "custom_loss"
     if custom and hooks.custom_loss_function_path is None:
         yield Violation("--loss-type custom_loss needs --custom-loss-function-path", ("custom_loss_function_path",))
