@@ -51,6 +51,32 @@ def test_a_critic_on_a_slot_of_its_own_learns_first_and_then_both(flags: list[st
     assert shown["critic"]["critic_lr"] == {"value": 0.01, "origin": "command line"}
 
 
+SAME = ("train/loss", "train/grad_norm", "train/critic_loss", "train/critic_grad_norm", "rollout/values")
+
+
+@pytest.mark.slow
+def test_a_run_with_a_critic_on_the_actors_slot_is_resumed_exactly(flags: list[str], tmp_path: Path) -> None:
+    """Two rollouts at once, against one and one more; the critic's checkpoints are in a root of their own."""
+    shared = [*flags, *PPO, "--colocate-critic"]
+    with Run(
+        tmp_path / "whole", *shared, "--num-rollout", "2", "--critic-save", str(tmp_path / "whole-critic")
+    ) as whole:
+        whole.finish()
+        whole.assert_nothing_is_left()
+    critic = tmp_path / "critic"
+    halves = [*shared, "--critic-save", str(critic)]
+    with Run(tmp_path / "halves", *halves, "--num-rollout", "1") as run:
+        run.finish()
+    more = ["--load", str(run.save), "--critic-load", str(critic), "--num-rollout", "2"]
+    with Run(tmp_path / "halves", *halves, *more) as resumed:
+        resumed.finish()
+    first, second = steps(whole), steps(resumed)
+    assert [row["rollout_id"] for row in second] == [0, 1]
+    for a, b in zip(first, second, strict=True):
+        assert {name: a[name] for name in SAME} == {name: b[name] for name in SAME}
+    assert second[1]["rollout/values"] != 0.0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_language_model_learns_to_add(tmp_path: Path) -> None:
