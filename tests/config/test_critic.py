@@ -30,6 +30,14 @@ def test_the_critic_is_as_large_as_the_actor_unless_told_otherwise(flags):
     assert (cluster.train_slots, cluster.num_slots) == (4, 4)  # engines share the actor's under --colocate
 
 
+def test_fine_tuning_has_no_critic_whatever_the_estimator(flags):
+    words = [*PPO, "--loss-type", "sft_loss", "--n-samples-per-prompt", "1"]
+    assert parse_config(flags(*words)).cluster.num_slots == 1
+    assert said(flags(*words, "--critic-lr", "1e-5")) == (
+        "--critic-lr needs --advantage-estimator ppo: fine-tuning has no critic",
+    )
+
+
 def test_slots_of_actor_critic_and_engines_add_up(flags):
     words = [word for word in flags(*PPO) if word != "--colocate"]
     cluster = parse_config([*words, "--critic-num-gpus-per-node", "4", "--rollout-num-gpus", "2"]).cluster

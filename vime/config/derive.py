@@ -61,7 +61,8 @@ def _like(source: str) -> Callable[[Values], Derived]:
 
 def _like_with_critic(source: str) -> Callable[[Values], Derived]:
     def derived(values: Values) -> Derived:
-        has_critic = advantages.get(values["advantage_estimator"]).needs_critic
+        samples = values["loss_type"] != "sft_loss"
+        has_critic = samples and advantages.get(values["advantage_estimator"]).needs_critic
         return (values[source], source.replace("_", "-")) if has_critic else None
 
     return derived

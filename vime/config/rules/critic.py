@@ -24,10 +24,8 @@ def only_with_critic(config: Config) -> Iterator[Violation]:
     given = [option(name) for name in names if is_given(config, name)]
     if given:
         verb = "needs" if len(given) == 1 else "need"
-        yield Violation(
-            f"{' and '.join(given)} {verb} --advantage-estimator ppo: {config.algorithm.advantage_estimator} has no "
-            "critic"
-        )
+        alone = "fine-tuning" if config.algorithm.is_sft else config.algorithm.advantage_estimator
+        yield Violation(f"{' and '.join(given)} {verb} --advantage-estimator ppo: {alone} has no critic")
 
 
 def slots(config: Config) -> Iterator[Violation]:
