@@ -150,6 +150,12 @@ def test_the_command_prints_a_line_a_function_and_fails_if_one_does(capsys: pyte
     assert "--custom-rm-path tests.plugins.wrong:reward_raises raised:\nTraceback" in shown.err
 
 
+def test_a_function_for_whole_groups_is_tried_with_group_rm() -> None:
+    path = "examples.plugins.rewards:best_of_group"
+    assert not check(["--custom-rm-path", path, "--group-rm"])[0].problems
+    assert check(["--custom-rm-path", path])[0].problems, "without the flag it gets one sample"
+
+
 def test_a_function_that_breaks_its_signature_is_not_called() -> None:
     assert verdict("custom-rm-path", "process_short").problems == ("it must be an async function (async def)",)
 

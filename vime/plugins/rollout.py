@@ -92,7 +92,7 @@ CUSTOM_RM = Contract(
     optional=("evaluation",),
     is_async=True,
     returns="A finite number, or a dict of which --reward-key names the one to train on; with --group-rm a list of "
-    "those.",
+    "those, one a sample (`best_of_group` in examples/plugins/rewards.py).",
     trial=trials.try_reward,
     example="examples.plugins.rewards:exact_and_short",
 )
