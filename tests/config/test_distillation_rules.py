@@ -46,6 +46,11 @@ def test_a_teacher_alone_needs_no_grader(flags: Flags, model_dir: Path) -> None:
             "--use-opd and --loss-type sft_loss exclude each other: the teacher judges sampled answers",
         ),
         (
+            "--use-opd --opd-type megatron --opd-teacher-load {model} --exclude-zero-signal-groups",
+            "--exclude-zero-signal-groups and --use-opd exclude each other: the teacher has something to say about "
+            "answers of equal reward too",
+        ),
+        (
             "--use-opd --opd-type megatron --opd-teacher-load {model} --opd-kl-coef 0",
             "--opd-kl-coef must be above 0, not 0.0",
         ),

@@ -77,4 +77,12 @@ def sampled_answers(config: Config) -> Iterator[Violation]:
         yield Violation("--use-opd and --loss-type sft_loss exclude each other: the teacher judges sampled answers")
 
 
-RULES = (only_with_use_opd, teacher, loadable, address, same_temperature, sampled_answers)
+def every_group_is_taught(config: Config) -> Iterator[Violation]:
+    if config.distillation.use_opd and config.algorithm.exclude_zero_signal_groups:
+        yield Violation(
+            "--exclude-zero-signal-groups and --use-opd exclude each other: the teacher has something to say about "
+            "answers of equal reward too"
+        )
+
+
+RULES = (every_group_is_taught, only_with_use_opd, teacher, loadable, address, same_temperature, sampled_answers)
