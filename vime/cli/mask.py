@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from vime.data.dialogue import Dialogue, DialogueEncoder, Untrained, dialogue_of
+from vime.data.dialogue import Dialogue, DialogueEncoder, dialogue_of
 from vime.data.jsonl import PromptFile, Row
 from vime.errors import UserError
 
@@ -41,7 +41,7 @@ def show(file: PromptFile, tokenizer: Any, encoder: DialogueEncoder, *, count: i
                 console.print(f"--- {file.path}:{row.line}{title}", markup=False, soft_wrap=True)
                 pieces = list(pieces_of(tokenizer, dialogue))
                 console.print(_table(pieces) if tokens else _text(pieces, console.is_terminal), soft_wrap=True)
-        except (UserError, Untrained) as error:
+        except UserError as error:
             problems += 1
             console.print(f"--- {file.path}:{row.line}: {error}", markup=False, soft_wrap=True)
     return problems
