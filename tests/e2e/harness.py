@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 240
+MAPS_PERIOD_S = 1.0
 
 
 class Run:
@@ -30,6 +32,8 @@ class Run:
                 command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
         self._tree: dict[int, psutil.Process] = {}
+        self._files: set[str] = set()  # shared memory that its processes were seen to use
+        self._looked = 0.0
 
     def __enter__(self) -> Run:
         return self
@@ -43,12 +47,18 @@ class Run:
         self.process.wait()
 
     def remember(self) -> None:
-        """Notes all processes below the run, to look for them when it has ended."""
+        """Notes all processes below the run, and now and then their shared memory, to look for them when it has ended.
+
+        Other programs have shared memory too, some of it left behind: only what the run's own processes mapped counts.
+        """
         try:
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 self._tree.setdefault(process.pid, process)
         except psutil.NoSuchProcess:
             return
+        if time.monotonic() - self._looked > MAPS_PERIOD_S:
+            self._looked = time.monotonic()
+            self._files |= mapped_by(map(str, self._tree)) - self._shm
 
     def wait_for(self, happened: Any, what: str) -> None:
         """Polls until ``happened()``; fails with the end of the log when the run ends before or time is up."""
@@ -95,7 +105,7 @@ class Run:
         end = time.monotonic() + 30
         while time.monotonic() < end:
             alive = [each for each in self._tree.values() if is_alive(each) and not command_of(each).startswith(but)]
-            files = shared_memory() - self._shm - mapped_by_somebody()
+            files = (shared_memory() & self._files) - mapped_by(path.name for path in Path("/proc").glob("[0-9]*"))
             if not alive and not files:
                 return
             time.sleep(0.2)
@@ -130,12 +140,12 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-def mapped_by_somebody() -> set[str]:
-    """Files of shared memory that living processes use: when those of the run are gone, these are of others."""
+def mapped_by(pids: Iterable[str]) -> set[str]:
+    """Files of shared memory that these processes use, as far as they live."""
     found = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+    for pid in pids:
         try:
-            lines = maps.read_text(errors="replace").splitlines()
+            lines = Path("/proc", pid, "maps").read_text(errors="replace").splitlines()
         except OSError:
             continue
         found.update(line.rpartition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line)
