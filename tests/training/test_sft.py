@@ -21,7 +21,6 @@ SAMPLES = make_samples(8, seed=3, masked=True)
 LAYOUTS: dict[str, list[str]] = {
     "dp2": [],
     "cp2": ["--context-parallel-size", "2"],
-    "pp2": ["--pipeline-model-parallel-size", "2"],
 }
 
 
@@ -81,7 +80,7 @@ def config_on_ranks(model: Path, flags: list[str]) -> Config:
     return config_of(model, "--rollout-batch-size", "8", "--actor-num-gpus-per-node", "2", *FLAGS, *PACKED, *flags)
 
 
-def test_data_context_and_pipeline_parallel_ranks_compute_what_one_does(model_of: Callable[..., Path]) -> None:
+def test_data_and_context_parallel_ranks_compute_what_one_does(model_of: Callable[..., Path]) -> None:
     """Also an evaluation of 5 samples, which do not fill two data-parallel ranks."""
     model = model_of("qwen3")
     alone = one_step(config_of(model, "--rollout-batch-size", "8", *FLAGS, *PACKED))
