@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from vime.config import Config
-from vime.models import load_shape
 
 
 def config_of(hf_dir: Path, *flags: str) -> Config:
@@ -28,11 +27,11 @@ class Learner:
     """Model, optimizer and scheduler of this rank."""
 
     def __init__(self, hf_dir: Path, *flags: str) -> None:
-        from vime.training.build import build_chunks, build_optimizer, build_scheduler
+        from vime.training.build import actor_shape, build_chunks, build_optimizer, build_scheduler
         from vime.training.weights_io import load_hf_weights
 
         config = config_of(hf_dir, *flags)
-        self.shape = load_shape(hf_dir)
+        self.shape = actor_shape(config)
         self.chunks = build_chunks(self.shape, config)
         load_hf_weights(self.chunks, self.shape, hf_dir)
         self.optimizer = build_optimizer(self.chunks, config)

@@ -48,6 +48,11 @@ RULES = {
         "--mtp-num-layers 1: the model has no such layer: {model}/config.json has no num_nextn_predict_layers"
     ),
     "--mtp-loss-scaling-factor -1": "--mtp-loss-scaling-factor must be at least 0, not -1.0",
+    # experts
+    "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss": (
+        "--moe-router-load-balancing-type seq_aux_loss with --moe-aux-loss-coeff 0.01: only aux_loss balances packed "
+        "samples"
+    ),
     # numbers
     "--rollout-temperature 0": (
         "--rollout-temperature must be above 0, not 0.0 (log-probs are divided by it; --eval-temperature 0 evaluates "
@@ -364,6 +369,10 @@ def test_offered_divisors_are_the_nearest(number, wanted, offer):
 
 
 WARNINGS = {
+    "--moe-aux-loss-coeff 0.01 --use-dynamic-batch-size --max-tokens-per-gpu 99": (
+        "--moe-aux-loss-coeff 0.01 balances the experts of each micro-batch: with --use-dynamic-batch-size its loss "
+        "depends on what is packed together, and so on the parallel layout"
+    ),
     "--n-samples-per-prompt 1": (
         "--n-samples-per-prompt 1 makes every advantage 0: a group of one is its own baseline; 8 is usual with grpo"
     ),

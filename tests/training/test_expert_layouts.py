@@ -82,8 +82,17 @@ TWO = (
     "pp2 full",
 )
 FOUR = ("ep4 do", "tp2 sp ep2 etp2 do", "pp2 ep2 full")
+BALANCED = ["--fp32", "--lr", "1e-3", "--clip-grad", "0.1", "--num-steps-per-rollout", "2", "--rollout-batch-size", "8"]
+BALANCED += ["--micro-batch-size", "2", "--moe-aux-loss-coeff", "0.1"]
+"""Micro-batches are the same in every layout; the packs of those with several chunks are filled up."""
 ROWS = {
-    "glm4_moe, per sample": Row(family="glm4_moe", flags=["--fp32", *PER_SAMPLE], layouts=TWO, around=routes_by_token)
+    "glm4_moe, per sample": Row(family="glm4_moe", flags=["--fp32", *PER_SAMPLE], layouts=TWO, around=routes_by_token),
+    "balanced": Row(
+        family="glm4_moe",
+        flags=BALANCED,
+        layouts=("dp2", "ep2 moe", "cp2 ep2", "tp2 sp etp2", "pp2 full"),
+        around=routes_by_token,
+    ),
 }
 SLOW_ROWS = {
     "qwen3_moe, per token": Row(

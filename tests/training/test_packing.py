@@ -61,6 +61,8 @@ def test_filling_up_to_a_multiple_adds_a_segment_that_nobody_looks_at() -> None:
     assert pack.segments.trees == ((3,), (1,), (4,))
     assert len(pack.tokens_l) == 8
     assert pack.predictors_p.max() < 4
+    assert pack.segments.filling is not None
+    assert pack.segments.filling.tolist() == [False] * 4 + [True] * 4
 
 
 def test_log_probs_of_the_engine_come_along_when_every_sample_has_them() -> None:

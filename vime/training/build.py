@@ -25,7 +25,7 @@ from vime.config.foreign.megatron_lm import WITHOUT_EFFECT
 from vime.config.rules import fixed
 from vime.config.rules.expected import EXPECTED
 from vime.errors import UserError
-from vime.models import ModelShape
+from vime.models import ModelShape, load_shape
 from vime.platform import current
 from vime.platform.megatron_adam import use_adam
 from vime.platform.megatron_wgrad import use_accumulating_products
@@ -43,7 +43,14 @@ BuildModel = Callable[[bool, bool, int | None], Any]
 Provide = Callable[[BuildModel, bool, bool, int | None], Any]
 """The same with the builder in front: what somebody makes of a chunk before it is wrapped."""
 
-__all__ = ["build_chunks", "build_optimizer", "build_scheduler", "make_rope", "transformer_config"]
+__all__ = ["actor_shape", "build_chunks", "build_optimizer", "build_scheduler", "make_rope", "transformer_config"]
+
+
+def actor_shape(config: Config) -> ModelShape:
+    """The model of --hf-checkpoint. Its layer for multi-token prediction is part of it where that is trained."""
+    algorithm = config.algorithm
+    trained = algorithm.mtp_num_layers if algorithm.enable_mtp_training else None
+    return dataclasses.replace(load_shape(config.checkpoint.hf_checkpoint), trained_mtp_layers=trained or 0)
 
 
 def transformer_config(shape: ModelShape, config: Config) -> TransformerConfig:

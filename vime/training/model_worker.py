@@ -171,7 +171,8 @@ class ModelWorker(ABC, Generic[G]):
 
     def _make_packer(self) -> Packer:
         rope, part, drafts = make_rope(self.shape, self.config), context_part(), self.shape.trained_mtp_layers > 0
-        shares = rope is not None and part is None and not drafts  # only our attention knows branches
+        # only our attention knows branches, and balancing experts needs every token as often as it was sampled
+        shares = rope is not None and part is None and not drafts and not self.config.megatron.get("moe_aux_loss_coeff")
         return Packer(
             device=self._device,
             dtype=precision_fields(self.config)["params_dtype"],

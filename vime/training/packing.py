@@ -93,10 +93,12 @@ class Packer:
         layout = _Layout()
         for members in self._sharing(samples):
             layout.add(samples, members)
-        layout.fill(self.multiple)
+        filling = layout.fill(self.multiple)
         tokens, positions = (self._part(torch.tensor(x)) for x in (layout.tokens, layout.positions))
         segments = Segments.of(tuple(layout.trees), self.device, self.part)
         segments.rope = None if self.rope is None else self.rope.table(positions, self.dtype)
+        if filling:
+            segments.filling = self._part(torch.arange(len(layout.tokens)) >= len(layout.tokens) - filling)
         predictors_t = torch.tensor([p for i in range(len(samples)) for p in layout.predictors[i]])
         targets_t = torch.tensor([token for sample in samples for token in _response(sample)])
         predictors_p, predicted_p = self._predictions(predictors_t, total=len(layout.tokens))
@@ -199,12 +201,13 @@ class _Layout:
         lengths = [samples[i].response_length - 1 for i in members]
         self.trees.append((len(prompt), *lengths) if len(members) > 1 else (len(prompt) + lengths[0],))
 
-    def fill(self, multiple: int) -> None:
-        """Fills up to a multiple of that many tokens."""
+    def fill(self, multiple: int) -> int:
+        """Fills up to a multiple of that many tokens, and tells with how many."""
         missing = -len(self.tokens) % multiple
         if missing:
             self._append((0,) * missing, 0)
             self.trees.append((missing,))
+        return missing
 
     def _append(self, tokens: tuple[int, ...], first_position: int) -> None:
         self.tokens += tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -17,7 +16,7 @@ from vime.algorithms.distillation import distilled, teacher_gap
 from vime.checkpoints import ResumePoint
 from vime.errors import UserError
 from vime.models import ModelShape
-from vime.training.build import build_chunks, precision_fields
+from vime.training.build import actor_shape, build_chunks, precision_fields
 from vime.training.checkpoint import load_weights, save_megatron
 from vime.training.draft import DraftObjective, embedding_lent
 from vime.training.estimates import advantages_of, drop_not_finite, weight_scales
@@ -136,10 +135,7 @@ class TrainWorker(ModelWorker[Given]):
         return chunks
 
     def _shape(self) -> ModelShape:
-        """With the layer for multi-token prediction where that is trained; else it is carried along."""
-        algorithm = self.config.algorithm
-        trained = algorithm.mtp_num_layers if algorithm.enable_mtp_training else None
-        return dataclasses.replace(super()._shape(), trained_mtp_layers=trained or 0)
+        return actor_shape(self.config)
 
     def _objective(self) -> Objective[Given]:
         own = self._own_objective()

@@ -92,6 +92,15 @@ def wandb_flags(config: Config) -> Iterator[Violation]:
         yield Violation(f"{option(given[0])} has no effect without --use-wandb")
 
 
+def balanced_packs(config: Config) -> Iterator[Violation]:
+    coef = config.megatron.get("moe_aux_loss_coeff")
+    if coef and config.batch.use_dynamic_batch_size:
+        yield Violation(
+            f"--moe-aux-loss-coeff {coef} balances the experts of each micro-batch: with --use-dynamic-batch-size its "
+            "loss depends on what is packed together, and so on the parallel layout"
+        )
+
+
 def never_saved(config: Config) -> Iterator[Violation]:
     if config.checkpoint.save is None and not (config.ops.debug_rollout_only or config.ops.debug_train_only):
         yield Violation("without --save nothing of the trained model is kept")
@@ -113,6 +122,7 @@ WARNINGS = (
     tokens_without_packing,
     without_effect,
     wandb_flags,
+    balanced_packs,
     never_saved,
     sequence_parallel_advised,
 )

@@ -124,6 +124,17 @@ def routing_replay(config: Config) -> Iterator[Violation]:
         yield Violation("--use-routing-replay and --moe-router-load-balancing-type sinkhorn exclude each other")
 
 
+def balancing_loss(config: Config) -> Iterator[Violation]:
+    """One of Megatron's other losses takes a pack of many samples for one sequence; the other one is not proven."""
+    kind, coef = config.megatron.get("moe_router_load_balancing_type"), config.megatron.get("moe_aux_loss_coeff")
+    if coef and kind not in (None, "aux_loss", "none"):
+        yield Violation(
+            f"--moe-router-load-balancing-type {kind} with --moe-aux-loss-coeff {coef}: only aux_loss balances packed "
+            "samples",
+            ("moe_router_load_balancing_type", "moe_aux_loss_coeff"),
+        )
+
+
 def draft_layers(config: Config) -> Iterator[Violation]:
     """One layer behind the decoder can be trained, if the model has it."""
     algorithm, shape = config.algorithm, shape_or_none(config)
@@ -205,6 +216,7 @@ RULES = (
     whole_weights,
     rotary_positions,
     routing_replay,
+    balancing_loss,
     draft_layers,
     prompts_fit,
     context_fits,

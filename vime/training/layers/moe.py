@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any, ClassVar
 
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -27,11 +27,31 @@ __all__ = ["Moe", "MoeTransformerLayer", "Router", "moe_spec"]
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """Megatron's router; it records its choices or repeats recorded ones when the micro-batch asks for it."""
+    """Megatron's router; it records its choices or repeats recorded ones when the micro-batch asks for it.
 
-    def follow(self, routes: Routes | None) -> None:
+    Its auxiliary loss balances the tokens of samples: those that fill up a pack, other ones in every layout, are left
+    out.
+    """
+
+    filling: Tensor | None = None  # bool [T], of the micro-batch that passes
+
+    def follow(self, routes: Routes | None, filling: Tensor | None) -> None:
         """What the next pass records or repeats; None: it chooses by itself and tells nobody."""
         self.router_replay = None if routes is None else routes.at(self.layer_number)
+        self.filling = filling if self.is_aux_loss_enabled() else None
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Megatron calls tokens that nobody looks at padding."""
+        filling = self.filling
+        if filling is not None and self.config.sequence_parallel:
+            group = parallel_state.get_tensor_model_parallel_group()
+            filling = filling.chunk(group.size())[group.rank()]
+        probs, chosen = super().routing(logits, padding_mask=filling)
+        return probs, chosen
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Megatron combines [T, experts] with [T] (router.py:543), which has to be [T, 1]."""
+        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
 
     def keep_float32(self) -> None:
         """Undoes what converting the whole model to 16 bits did to the expert bias, and to the counts behind it.
@@ -50,7 +70,8 @@ class Moe(MoELayer):  # type: ignore[misc]
     """
 
     parts: ClassVar[MoESubmodules]
-    routes: Routes | None = None  # of the micro-batch that passes
+    routes: Routes | None = None  # of the micro-batch that passes, and so is what fills it
+    filling: Tensor | None = None
     moe_layer_recompute: bool
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
@@ -59,11 +80,11 @@ class Moe(MoELayer):  # type: ignore[misc]
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Any:
         """[L, 1, H] → the same shape, and None: there is no bias."""
-        follow = functools.partial(self._follow, self.routes)
+        follow = functools.partial(self._follow, self.routes, self.filling)
         return tensor_parallel.checkpoint(follow, False, hidden_states) if self._recomputed else follow(hidden_states)
 
-    def _follow(self, routes: Routes | None, hidden_states: Tensor) -> Any:
-        self.router.follow(routes)
+    def _follow(self, routes: Routes | None, filling: Tensor | None, hidden_states: Tensor) -> Any:
+        self.router.follow(routes, filling)
         return super().forward(hidden_states)
 
 
@@ -72,6 +93,7 @@ class MoeTransformerLayer(TransformerLayer):  # type: ignore[misc]
 
     def forward(self, *args: Any, packed_seq_params: Segments | None = None, **kwargs: Any) -> Any:
         self.mlp.routes = None if packed_seq_params is None else packed_seq_params.routes
+        self.mlp.filling = None if packed_seq_params is None else packed_seq_params.filling
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 

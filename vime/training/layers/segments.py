@@ -87,6 +87,7 @@ class Segments(PackedSeqParams):  # type: ignore[misc]
     kept: Kept | None = field(default=None, repr=False)  # of attention, while layers wait to be computed again
     part: ContextPart | None = None  # under context parallelism
     routes: Routes | None = field(default=None, repr=False)  # which experts to choose; None: routers choose freely
+    filling: Tensor | None = None  # bool, which of this rank's tokens only fill the pack; None: none do
 
     @classmethod
     def of(cls, trees: tuple[Tree, ...], device: torch.device, part: ContextPart | None = None) -> Segments:
