@@ -26,6 +26,8 @@ def test_there_is_nothing_to_resume_without_save(monkeypatch, config_with):
     assert resume_command(config_with(None)) is None
     command = resume_command(config_with("out put"))
     assert command is not None and command.endswith("python train.py --load 'out put' --num-rollout 6")
+    command = resume_command(config_with("run", critic_save="critic"))
+    assert command is not None and command.endswith("python train.py --load run --num-rollout 6 --critic-load critic")
 
 
 @pytest.fixture
@@ -42,7 +44,11 @@ def config_with(tmp_path):
     flags += " --colocate --actor-num-gpus-per-node 1"
     base = parse_config(flags.split())
 
-    def make(save: str | None) -> Config:
-        return dataclasses.replace(base, checkpoint=dataclasses.replace(base.checkpoint, save=save))
+    def make(save: str | None, critic_save: str | None = None) -> Config:
+        return dataclasses.replace(
+            base,
+            checkpoint=dataclasses.replace(base.checkpoint, save=save),
+            critic=dataclasses.replace(base.critic, critic_save=critic_save),
+        )
 
     return make

@@ -156,6 +156,24 @@ def test_a_critic_learns_what_answers_earn(model_of: Callable[..., Path]) -> Non
     assert found[-1]["train/critic_loss"] < 0.1 * found[0]["train/critic_loss"]
 
 
+@pytest.mark.parametrize("removed", [0, 2], ids=["all trained", "samples without a trained token"])
+def test_explained_variance_is_that_of_the_trained_tokens(model_of: Callable[..., Path], removed: int) -> None:
+    """With --calculate-per-token-loss every token counts once, and the returns are the rewards (λ = γ = 1)."""
+    samples = tuple(
+        dataclasses.replace(s, loss_mask=(0,) * s.response_length) if s.index < removed else s for s in make_samples()
+    )
+    flags = ["--fp32", "--advantage-estimator", "ppo", "--calculate-per-token-loss"]
+    with started_critic(config_of(model_of(), *flags)) as worker:
+        set_head(worker)
+        batch = scored(batch_of(samples), worker)
+        (metrics,) = worker.train(batch).steps
+    trained = [s for s in batch.samples if s.trained_tokens]
+    returns = torch.tensor([s.reward for s in trained for _ in s.loss_mask], dtype=torch.float64)
+    values = torch.tensor([v for s in trained for v in s.scores.values or ()], dtype=torch.float64)
+    expected = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
+    assert metrics["rollout/explained_variance"] == pytest.approx(float(expected), rel=1e-4)
+
+
 def more_than_expected(args: Any, rollout_data: dict[str, Any]) -> None:
     """Advantages of actor and critic alike: the reward, less what the critic expected."""
     pairs = zip(rollout_data["values"], rollout_data["rewards"], strict=True)

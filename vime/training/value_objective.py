@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vime.algorithms import reduce
@@ -15,7 +16,7 @@ from vime.training.value_model import values_of_chunk
 
 __all__ = ["Goal", "ValueObjective", "with_explained_variance"]
 
-_SQUARED_RETURNS, _SQUARED_ERRORS = "squared returns", "squared errors"
+_SHARE, _SQUARED_RETURNS, _SQUARED_ERRORS = "share", "squared returns", "squared errors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class ValueObjective:
             "train/critic_clipfrac": mean(found.clipped_t),
             "rollout/values": mean(given.old_values_t),
             "rollout/returns": mean(given.returns_t),
+            _SHARE: mean(torch.ones_like(given.returns_t)),  # below 1 where samples have nothing to train
             _SQUARED_RETURNS: mean(given.returns_t.square()),
             _SQUARED_ERRORS: mean((given.returns_t - given.old_values_t).square()),
         }
@@ -55,10 +57,11 @@ def with_explained_variance(metrics: dict[str, float]) -> dict[str, float]:
     """``1 - Var(G - V) / Var(G)`` of a step in place of the means that it is made of: 1 of a perfect critic, 0 of one
     that knows the mean alone. Without it where the returns do not differ."""
     kept = dict(metrics)
-    squared_returns, squared_errors = kept.pop(_SQUARED_RETURNS), kept.pop(_SQUARED_ERRORS)
-    mean_return = kept["rollout/returns"]
-    variance = squared_returns - mean_return**2
+    share, squared_returns, squared_errors = (kept.pop(name) for name in (_SHARE, _SQUARED_RETURNS, _SQUARED_ERRORS))
+    if not share:
+        return kept
+    returns, values = kept["rollout/returns"] / share, kept["rollout/values"] / share
+    variance = squared_returns / share - returns**2
     if variance > 1e-6 * squared_returns:
-        of_errors = squared_errors - (mean_return - kept["rollout/values"]) ** 2
-        kept["rollout/explained_variance"] = 1 - of_errors / variance
+        kept["rollout/explained_variance"] = 1 - (squared_errors / share - (returns - values) ** 2) / variance
     return kept
