@@ -49,7 +49,6 @@ class Curve:
     rewards: tuple[float, ...]  # mean of each rollout
     held_out: float  # share of right answers to sums that were not trained on, at temperature 1
     clipped: float  # mean share of clipped tokens
-    seconds: float  # a rollout with its training
 
     def window(self, first: int) -> float:
         return sum(self.rewards[first : first + WINDOW]) / WINDOW
@@ -95,7 +94,6 @@ def read(folder: Path) -> Curve | None:
         rewards=tuple(row["rollout/raw_reward"] for row in rollouts),
         held_out=_last(rows, "eval/arithmetic"),
         clipped=_mean([row["train/pg_clipfrac"] for row in rows if "train/pg_clipfrac" in row]),
-        seconds=_mean([row["perf/step_time"] for row in rollouts]),
     )
 
 
@@ -111,11 +109,11 @@ def table(curves: Mapping[str, Curve]) -> str:
     """Markdown."""
     windows = range(0, ROLLOUTS, WINDOW)
     names = [f"{first + 1}-{first + WINDOW}" for first in windows]
-    head = ["estimator", *names, "held out", "clipped tokens", "seconds a rollout"]
+    head = ["estimator", *names, "held out", "clipped tokens"]
     lines = [_row(head), _row(["---"] * len(head))]
     for name, curve in curves.items():
         rewards = [f"{curve.window(first):.2f}" for first in windows]
-        lines.append(_row([name, *rewards, f"{curve.held_out:.2f}", f"{curve.clipped:.1%}", f"{curve.seconds:.0f}"]))
+        lines.append(_row([name, *rewards, f"{curve.held_out:.2f}", f"{curve.clipped:.1%}"]))
     return "\n".join(lines)
 
 
