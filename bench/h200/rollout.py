@@ -216,8 +216,8 @@ def one_part(part: str, folder: Path, tiny: bool) -> dict[str, Any]:
 
 
 def ratios(parts: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Part → N → tok/s ÷ offline's."""
-    base = parts["offline"].get("tokens_per_s", {})
+    """Part → N → tok/s ÷ offline's; empty where that was not measured."""
+    base = parts.get("offline", {}).get("tokens_per_s", {})
     sides = {name: part.get("tokens_per_s", {}) for name, part in parts.items() if name != "offline"}
     sides |= {f"{name}_json": part["json"]["tokens_per_s"] for name, part in parts.items() if "json" in part}
     return {
@@ -259,7 +259,10 @@ def main() -> None:
     folder = given.folder or Path(tempfile.mkdtemp(prefix="vime-rollout-"))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(QWEN3_4B | (TINY if given.tiny else {})))
-    parts = {part: run_part(part, folder, given.tiny, given.timeout) for part in given.parts.split(",")}
+    parts: dict[str, dict[str, Any]] = {}
+    for part in given.parts.split(","):
+        parts[part] = run_part(part, folder, given.tiny, given.timeout)
+        print(json.dumps({part: parts[part]}), file=sys.stderr, flush=True)  # should a later one never end
     work = Work(given.tiny)
     what = {"prompt": work.prompt, "response": work.response, "streams": work.streams, "tiny": given.tiny}
     print(json.dumps({"work": what, **machine(), "ratio_to_offline": ratios(parts), "parts": parts}), flush=True)

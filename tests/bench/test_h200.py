@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.h200.__main__ import PARTS, table
+from bench.h200.rollout import ratios
 from bench.runner import run_command
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -45,3 +46,10 @@ def test_every_part_is_a_module() -> None:
 def test_the_objects_that_a_command_prints_are_taken_together(tmp_path: Path) -> None:
     command = [sys.executable, "-c", 'print(\'{"a": 1}\\n{\\n "b": 2}\')']
     assert run_command(command, tmp_path / "log", 30) == {"a": 1, "b": 2}
+
+
+def test_a_ratio_needs_both_sides() -> None:
+    http = {"tokens_per_s": {"256": [90, 92, 94]}}
+    assert ratios({"http_1": http}) == {"http_1": {}}
+    assert ratios({"http_1": http, "offline": {"tokens_per_s": {"256": [100]}}}) == {"http_1": {"256": 0.92}}
+    assert ratios({"http_1": {"error": "not finished"}, "offline": {"error": "not finished"}}) == {"http_1": {}}

@@ -117,3 +117,15 @@ def train_rows(run: Run) -> list[dict[str, Any]]:
 
 def pick(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: sample[key] for key in SAMPLE_KEYS} for sample in samples]
+
+
+@pytest.mark.slow
+def test_float16_on_both_sides(flags: list[str], save: Path) -> None:
+    """No step is lost to the scale of the loss, and engine and trainer agree to a few thousandths of a nat."""
+    words = [word if word != "--fp32" else "--fp16" for word in flags]
+    with Run(save, *words, "--num-rollout", "4") as run:
+        run.finish()
+    rows = train_rows(run)
+    differences = [row["train/train_rollout_logprob_abs_diff"] for row in rows]
+    assert [row["train/skipped_steps"] for row in rows] == [0.0] * 4, differences
+    assert max(differences) <= 0.008

@@ -43,6 +43,10 @@ BuildModel = Callable[[bool, bool, int | None], Any]
 Provide = Callable[[BuildModel, bool, bool, int | None], Any]
 """The same with the builder in front: what somebody makes of a chunk before it is wrapped."""
 
+LOSS_SCALE = 2.0**16
+"""Where the scale of a float16 loss starts unless --initial-loss-scale says it. From Megatron's 2^32 it takes some 18
+steps of halving to come down to what float16 can hold, and each is a rollout that nothing is learned from."""
+
 __all__ = ["actor_shape", "build_chunks", "build_optimizer", "build_scheduler", "make_rope", "transformer_config"]
 
 
@@ -261,7 +265,8 @@ def build_optimizer(chunks: list[Any], config: Config) -> Any:
         "fp16": precision["fp16"],
         "use_distributed_optimizer": config.parallel.use_distributed_optimizer,
     }
-    settings = OptimizerConfig(**fields | _fields_of(OptimizerConfig, config.megatron, fields))
+    given = _fields_of(OptimizerConfig, config.megatron, fields)
+    settings = OptimizerConfig(**{"initial_loss_scale": LOSS_SCALE, **fields, **given})
     groups = get_standard_config_overrides(settings) | draft_groups()
     optimizer = get_megatron_optimizer(settings, chunks, config_overrides=groups)
     for chunk in chunks:
