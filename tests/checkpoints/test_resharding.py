@@ -36,8 +36,11 @@ LAYOUTS: Mapping[str, tuple[int, list[str]]] = {
     "pp2 cp2 do": (4, [PP, "2", CP, "2", DISTRIBUTED]),
     "dp4 do": (4, [DISTRIBUTED]),
     "pp2 vpp2": (2, [PP, "2", VPP, "2"]),
+    "tp2 pp2 vpp2": (4, [TP, "2", PP, "2", VPP, "2"]),
     "ep2": (2, [EP, "2"]),
     "tp2 sp etp1": (2, [TP, "2", "--sequence-parallel", ETP, "1"]),
+    "tp2 sp ep2 etp2 do": (4, [TP, "2", "--sequence-parallel", EP, "2", ETP, "2", DISTRIBUTED]),
+    "pp2 vpp2 ep2 do": (4, [PP, "2", VPP, "2", EP, "2", DISTRIBUTED]),
 }
 """Processes and flags by name; "do" is the distributed optimizer. Without it there must be none on the other side."""
 
@@ -69,8 +72,17 @@ FEW = [
 EXPERTS = [
     Row("1", "tp2 sp etp1"),
     Row("tp2 sp etp1", "ep2"),
+    Row("pp2 vpp2", "tp2 sp"),
+    Row("ep2", "pp2 vpp2"),
 ]
-"""Of a model whose layer for multi-token prediction is trained."""
+MANY_EXPERTS = [
+    Row("tp2 sp etp1", "1"),
+    Row("tp2 sp etp1", "tp2 sp etp1", "torch"),
+    Row("1 do", "tp2 sp ep2 etp2 do"),
+    Row("tp2 sp ep2 etp2 do", "pp2 vpp2 ep2 do"),
+    Row("pp2 vpp2 ep2 do", "dp2 do"),
+]
+"""Of a model whose layer for multi-token prediction is trained; it is on the last pipeline stage."""
 
 MANY = [
     Row("1", "tp2 pp2"),
@@ -82,6 +94,10 @@ MANY = [
     Row("dp4 do", "1 do"),
     Row("tp2 pp2", "1"),
     Row("tp2 pp2", "tp2 pp2", "torch"),
+    Row("pp2 vpp2", "tp2 pp2 vpp2"),
+    Row("tp2 pp2 vpp2", "1"),
+    Row("pp2 vpp2", "pp2 vpp2"),
+    Row("pp2 vpp2", "pp2 vpp2", "torch"),
     Row("tp2 sp dp2 do", "tp2 sp dp2 do", "torch"),
 ]
 
@@ -183,3 +199,8 @@ def test_experts_and_a_draft_layer_go_on_under_another_layout(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_run_goes_on_under_many_other_layouts(tmp_path: Path) -> None:
     check(tmp_path, dense(tmp_path), [*FEW, *MANY])
+
+
+@pytest.mark.slow
+def test_experts_and_a_draft_layer_go_on_under_many_other_layouts(tmp_path: Path) -> None:
+    check(tmp_path, experts(tmp_path), [*EXPERTS, *MANY_EXPERTS], *MTP)

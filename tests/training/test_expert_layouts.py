@@ -5,8 +5,10 @@ Free routers would do nearly so: where two scores tie but for rounding, a layout
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -124,3 +126,12 @@ def test_a_layout_changes_no_number_of_any_row(row: str, layout: str, slow_matri
     deviation = slow_matrix.deviation(row, layout)
     print(row, "|", layout, "|", deviation)
     assert not deviation.exceeded(SLOW_ROWS[row].tolerance)
+
+
+def test_the_balanced_row_has_the_loss_of_routers_in_it(matrix: Matrix, tmp_path: Path) -> None:
+    """Without it the router learns something else, by far more than layouts may differ."""
+    alone = matrix.alone("balanced").gradients
+    unbalanced = Matrix({"free": dataclasses.replace(ROWS["balanced"], flags=BALANCED[:-2])}, tmp_path)
+    name = "model.layers.1.mlp.gate.weight"
+    other = unbalanced.alone("free").gradients[name]
+    assert float((alone[name] - other).norm()) > 0.01 * float(other.norm())

@@ -50,9 +50,10 @@ class GroupAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "gradients are computed by Megatron's schedules"
         for group in self.param_groups:
+            # Also where this rank has none of the group's parameters: a checkpoint has the count of the first rank.
+            group["step"] = int(group.get("step", 0)) + 1
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
-                group["step"] = int(group.get("step", 0)) + 1
                 self._update(group, parameters)
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
