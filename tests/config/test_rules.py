@@ -182,7 +182,8 @@ RULES = {
         "--rollout-num-gpus 0 leaves no engine; only --debug-train-only runs without"
     ),
     "--no-colocate --rollout-num-gpus 6 --rollout-num-gpus-per-engine 6 --num-gpus-per-node 4": (
-        "--rollout-num-gpus-per-engine 6 must fit into a node (--num-gpus-per-node 4) or be a multiple of it"
+        "--rollout-num-gpus-per-engine 6 is more than a node has (--num-gpus-per-node 4): this version runs an engine "
+        "on one node"
     ),
     "--rollout-num-gpus-per-engine 4 --actor-num-gpus-per-node 4": (
         "--rollout-num-gpus-per-engine 4 does not divide the model's 6 attention heads; nearest that work: 1 or 2"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vime.cluster.addresses import node_address, node_id
+from vime.cluster.addresses import node_address
 from vime.config import Config
 from vime.types import TokenScores, TrainBatch, TrainResult
 
@@ -92,10 +92,6 @@ class TrainActor(ModelActor):
     def broadcast_weights(self, bucket_bytes: int) -> SendReport | None:
         return self._worker.broadcast_weights(bucket_bytes)
 
-    def node(self) -> str:
-        """Ray's id of the node on which this runs."""
-        return node_id()
-
     def log_probs_of(self, token_ids: list[int], prompt_length: int) -> list[float]:
         return self._worker.log_probs_of(token_ids, prompt_length)
 
@@ -146,10 +142,6 @@ class EngineActor:
     def start(self) -> str:
         """Returns the server's URL once it is healthy."""
         return self._server.start()
-
-    def node(self) -> str:
-        """Ray's id of the node on which this runs."""
-        return node_id()
 
     def failure(self) -> str | None:
         """Why the server is gone, or None while it runs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ray
 
-__all__ = ["LOOPBACK", "node_address", "node_id"]
+__all__ = ["LOOPBACK", "node_address"]
 
 LOOPBACK = "127.0.0.1"
 
@@ -15,9 +15,7 @@ def node_address() -> str:
     It is the address that the node has in Ray: of ``ray start --node-ip-address``, if that was given.
     """
     alive = [node for node in ray.nodes() if node["Alive"]]
-    return LOOPBACK if len(alive) == 1 else str(ray.util.get_node_ip_address())
-
-
-def node_id() -> str:
-    """Ray's id of the node on which this runs."""
-    return str(ray.get_runtime_context().get_node_id())
+    if len(alive) == 1:
+        return LOOPBACK
+    here = ray.get_runtime_context().get_node_id()
+    return next(str(node["NodeManagerAddress"]) for node in alive if node["NodeID"] == here)

@@ -7,6 +7,7 @@ from pathlib import Path
 import ray
 
 from vime.cluster.actors import EngineActor, environment
+from vime.cluster.addresses import node_address
 from vime.cluster.calls import wait_all
 from vime.cluster.placement import Placement
 from vime.config import Config
@@ -26,7 +27,7 @@ class EngineGroup:
             )
             for index in range(config.cluster.num_engines)
         ]
-        self._router = RouterServer.from_config(config, log_dir=log_dir)
+        self._router = RouterServer.from_config(config, log_dir=log_dir, host=node_address())
         self.urls: list[str] = []
         self.router_url = ""
 

@@ -13,6 +13,7 @@ from vime.cluster.record import Record
 from vime.cluster.session import Slots
 from vime.cluster.train_group import TrainGroup
 from vime.cluster.training_job import TrainingJob, split
+from vime.cluster.transport import chosen_transport
 from vime.cluster.turns import Turns
 from vime.cluster.weights import GroupWeightSync
 from vime.config import Config
@@ -35,6 +36,14 @@ class Job(TrainingJob):
             config, placement.rank, slots.threads, lambda batch, dp_size: split(batch, dp_size, config)
         )
         on_gpus = slots.kind == "GPU"
+        transport = chosen_transport(
+            config.engine.update_weight_transport,
+            trainer_node=placement.node_of_rank(0),
+            engine_nodes=[placement.node_of_engine(index) for index in range(config.cluster.num_engines)],
+            on_gpus=on_gpus,
+            colocate=config.cluster.colocate,
+        )
+        self._broadcasts = transport == "nccl"
         turns = Turns(
             trainer,
             trainer_leaves=on_gpus and config.cluster.offload_train,
@@ -73,6 +82,7 @@ class Job(TrainingJob):
             self._controls,
             self.turns,
             probe_prompt=self._prompts.probe_prompt(),
+            broadcasts=self._broadcasts,
             version=self._saved_version() - 1,
         )
         self.rollouts = make_manager(

@@ -114,10 +114,6 @@ class TrainGroup:
         )
         return next(report for report in reports if report is not None)
 
-    async def node(self) -> str:
-        """The node of the first rank, from which the weights leave."""
-        return str(await self._first("node", what="placing the trainer"))
-
     async def log_probs_of(self, token_ids: list[int], prompt_length: int) -> list[float]:
         """What the trainer's weights say of the tokens after the prompt, in nats, at the rollout temperature."""
         answers: list[list[float]] = await self._call(

@@ -35,6 +35,7 @@ class Turns:
         self._engines: Sequence[EngineControl] = ()
         self._asleep = False
         self._here: TrainGroup | None = trainer
+        self._trainer_stays = False
 
     def guest(self, model: TrainGroup) -> Guest:
         """Another model that takes turns on the same devices."""
@@ -66,14 +67,23 @@ class Turns:
         """The trainer is there with its weights, also after a rollout in which it had nothing to learn."""
         await self.come(self._trainer)
 
-    async def to_weights(self) -> None:
-        """The trainer's weights are in shared memory: it leaves, and the engines make room for theirs."""
-        await self._leave()
+    async def to_weights(self, *, trainer_stays: bool = False) -> None:
+        """The engines make room for weights; the trainer's are in shared memory by now, so it leaves before.
+
+        Args:
+            trainer_stays: its weights go straight from its devices to the engines', so it leaves afterwards.
+        """
+        self._trainer_stays = trainer_stays
+        if not trainer_stays:
+            await self._leave()
         if self._asleep:
             await self._all(lambda engine: engine.wake_up("weights", timeout_s=TIMEOUT_S))
 
     async def to_generation(self) -> None:
         """The engines have their weights, and take memory for keys and values."""
+        if self._trainer_stays:
+            await self._leave()
+            self._trainer_stays = False
         if self._asleep:
             await self._all(lambda engine: engine.wake_up("kv_cache", timeout_s=TIMEOUT_S))
             self._asleep = False

@@ -18,7 +18,7 @@ _BY_TOPIC = {
     "watching": "load-debug-rollout-data-subsample save-debug-train-data dump-details check-weight-update-equal "
     "profile-target memory-recorder wandb-always-use-train-step log-passrate log-multi-turn log-reward-category "
     "log-correct-samples http-proxy",
-    "weight updates": "update-weight-mode update-weight-transport update-weight-disk-dir update-weight-disk-keep-files "
+    "weight updates": "update-weight-disk-dir update-weight-disk-keep-files "
     "update-weight-delta-encoding update-weight-delta-checksum update-weight-delta-local-checkpoint-dir "
     "custom-update-weight-post-write-path",
 }

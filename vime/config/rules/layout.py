@@ -65,10 +65,10 @@ def engine_slots(config: Config) -> Iterator[Violation]:
         yield Violation(
             "--rollout-num-gpus 0 leaves no engine; only --debug-train-only runs without", ("rollout_num_gpus",)
         )
-    if each > node >= 1 and each % node:
+    if each > node >= 1:
         yield Violation(
-            f"--rollout-num-gpus-per-engine {each} must fit into a node (--num-gpus-per-node {node}) "
-            "or be a multiple of it"
+            f"--rollout-num-gpus-per-engine {each} is more than a node has (--num-gpus-per-node {node}): this version "
+            "runs an engine on one node"
         )
 
 

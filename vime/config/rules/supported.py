@@ -12,6 +12,7 @@ ONLY: Mapping[str, Any] = {
     "attention_backend": "auto",
     "log_probs_max_tokens_per_gpu": None,
     "train_memory_margin_bytes": 1 << 30,
+    "update_weight_mode": "full",
     "eval_max_context_len": None,
     "debug_rollout_only": False,
     "debug_train_only": False,
@@ -33,4 +34,12 @@ def not_yet(config: Config) -> Iterator[Violation]:
             yield Violation(f"{said} is not yet supported by this version{rest}", (name,))
 
 
-RULES = (not_yet,)
+def disk_transport(config: Config) -> Iterator[Violation]:
+    if config.engine.update_weight_transport == "disk":
+        yield Violation(
+            "--update-weight-transport disk is not yet supported by this version (auto, shm and nccl are)",
+            ("update_weight_transport",),
+        )
+
+
+RULES = (not_yet, disk_transport)

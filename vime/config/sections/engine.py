@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from vime.config.flags import flag
 
@@ -21,3 +22,9 @@ class Engine:
         10, help="Check that the weights arrived after the first sync and every so many; 0: after the first only."
     )
     update_weight_buffer_size: int = flag(512 << 20, help="Bytes that a weight sync moves at a time.")
+    update_weight_mode: Literal["full", "delta"] = flag("full", help="What a weight sync carries.")
+    update_weight_transport: Literal["auto", "shm", "nccl", "disk"] = flag(
+        "auto",
+        help="How weights reach the engines: shared memory of one machine, or a process group (NCCL between GPUs, gloo "
+        "between CPUs). auto: shm where trainer and engines have the same CPUs or GPUs, else nccl.",
+    )

@@ -1,0 +1,52 @@
+"""What a cluster has room for, and which way the weights take there. No processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from vime.cluster.placement import check_engines_fit
+from vime.cluster.transport import chosen_transport
+from vime.errors import UserError
+
+
+def test_engines_need_their_slots_on_one_node() -> None:
+    check_engines_fit(2, 4, [8], "GPU")
+    check_engines_fit(2, 4, [4, 5], "GPU")
+    with pytest.raises(
+        UserError,
+        match=r"--rollout-num-gpus-per-engine 4: an engine runs on one node, and the nodes of this cluster \(6, 3 GPU "
+        r"slots\) have room for 1 of 2 engines",
+    ):
+        check_engines_fit(2, 4, [6, 3], "GPU")
+
+
+def choose(asked: str, engines: str = "a", *, on_gpus: bool = False, colocate: bool = False) -> str:
+    """The trainer is on node a; ``engines`` names the nodes of the engines."""
+    return chosen_transport(asked, trainer_node="a", engine_nodes=list(engines), on_gpus=on_gpus, colocate=colocate)
+
+
+@pytest.mark.parametrize(
+    ("engines", "options", "transport"),
+    [
+        ("aa", {}, "shm"),
+        ("aa", {"colocate": True}, "shm"),
+        ("a", {"on_gpus": True, "colocate": True}, "shm"),
+        ("a", {"on_gpus": True}, "nccl"),
+        ("b", {}, "nccl"),
+        ("ab", {}, "nccl"),
+        ("ab", {"colocate": True}, "nccl"),
+    ],
+)
+def test_the_transport_follows_from_the_placement(engines: str, options: dict[str, bool], transport: str) -> None:
+    assert choose("auto", engines, **options) == transport
+
+
+def test_a_transport_that_was_asked_for_is_used_where_it_can_be() -> None:
+    assert choose("nccl") == "nccl"
+    assert choose("shm", on_gpus=True) == "shm"
+    with pytest.raises(UserError, match="--update-weight-transport shm: engine 1 is not on the node of the trainer's"):
+        choose("shm", "ab")
+    with pytest.raises(UserError, match="--update-weight-transport nccl: a process group cannot have two processes on"):
+        choose("nccl", on_gpus=True, colocate=True)
+    with pytest.raises(UserError, match="--colocate: engine 1 is on another node than the trainer's first rank"):
+        choose("auto", "ab", on_gpus=True, colocate=True)
