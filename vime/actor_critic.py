@@ -64,5 +64,6 @@ def _joined(results: Sequence[TrainResult]) -> TrainResult:
     """All metrics of each step; the models take the same steps, and call their metrics differently."""
     steps = zip(*(result.steps for result in results), strict=True)
     return TrainResult(
-        steps=tuple({name: value for metrics in of_step for name, value in metrics.items()} for of_step in steps)
+        steps=tuple({name: value for metrics in of_step for name, value in metrics.items()} for of_step in steps),
+        memory={name: size for result in results for name, size in result.memory.items()},
     )

@@ -307,6 +307,7 @@ class TrainResult:
 
     steps: tuple[dict[str, float], ...]
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    memory: dict[str, float] = field(default_factory=dict)  # metrics, in GiB
 
 
 def derive_seed(*identity: int | str) -> int:

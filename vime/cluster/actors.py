@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,6 +93,9 @@ class TrainActor(ModelActor):
     def broadcast_weights(self, bucket_bytes: int) -> SendReport | None:
         return self._worker.broadcast_weights(bucket_bytes)
 
+    def memory_gib(self) -> float:
+        return self._worker.memory_gib()
+
     def log_probs_of(self, token_ids: list[int], prompt_length: int) -> list[float]:
         return self._worker.log_probs_of(token_ids, prompt_length)
 
@@ -135,6 +139,7 @@ class EngineActor:
     def __init__(self, config: Config, index: int, devices: Sequence[str], threads: int, log_dir: Path) -> None:
         from vime.serving.engine import EngineServer
 
+        self._devices = devices
         self._server = EngineServer.from_config(
             config, index=index, devices=devices, threads=threads, log_dir=log_dir, host=node_address()
         )
@@ -142,6 +147,16 @@ class EngineActor:
     def start(self) -> str:
         """Returns the server's URL once it is healthy."""
         return self._server.start()
+
+    def memory_gib(self) -> dict[str, float]:
+        """``device``: used on this engine's fullest GPU by all processes; or ``engine``: held by the server's own."""
+        from vime.cluster.memory import tree_bytes
+        from vime.platform.gpu_memory import gpu_bytes
+
+        devices = self._devices or [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+        used = gpu_bytes("used", devices) if devices else []
+        held = max(used) if used else tree_bytes(self._server.pid)
+        return {"device" if used else "engine": (held or 0) / 2**30}
 
     def failure(self) -> str | None:
         """Why the server is gone, or None while it runs."""

@@ -37,6 +37,14 @@ class EngineGroup:
         self.urls = await wait_all(starts, what="starting the engines", timeout_s=self._timeout_s + 60)
         self.router_url = await self._router.start(self.urls)
 
+    async def memory_gib(self) -> dict[str, float]:
+        """By kind (see ``EngineActor.memory_gib``), the largest over the engines."""
+        calls = [engine.memory_gib.remote() for engine in self._engines]
+        held: dict[str, float] = {}
+        for answer in await wait_all(calls, what="asking the engines for their memory", timeout_s=60):
+            held |= {kind: max(size, held.get(kind, 0.0)) for kind, size in answer.items()}
+        return held
+
     async def failures(self) -> list[str]:
         """One line, and the end of its log, for each engine that is gone, and for the router."""
         answers = await wait_all([e.failure.remote() for e in self._engines], what="asking the engines", timeout_s=300)

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from vime.cluster.checkpoints import CriticCheckpoints
 from vime.cluster.critic import Critic
 from vime.cluster.engine_group import EngineGroup
+from vime.cluster.memory import MemoryLedger
 from vime.cluster.placement import Placement
 from vime.cluster.record import Record
 from vime.cluster.session import Slots
@@ -53,6 +54,7 @@ class Job(TrainingJob):
         self._prompts = prompts
         self._critic = Critic(config, placement, slots.threads, turns) if config.algorithm.needs_critic else None
         self._engines = EngineGroup(config, placement, slots.threads, Path(config.ops.run_dir) / "logs")
+        self._ledger = MemoryLedger(trainer.memory_gib, self._engines.memory_gib, record.report.note)
         self._pool = make_pool(config)
         self._client: RouterClient | None = None
         self._hub: RewardHub | None = None
@@ -83,6 +85,7 @@ class Job(TrainingJob):
             self.turns,
             probe_prompt=self._prompts.probe_prompt(),
             broadcasts=self._broadcasts,
+            ledger=self._ledger,
             version=self._saved_version() - 1,
         )
         self.rollouts = make_manager(
@@ -116,6 +119,7 @@ class Job(TrainingJob):
         return await self._engines.failures()
 
     async def stop(self) -> None:
+        await self._ledger.close()
         await self._pool.close()
         if self._hub is not None:
             await self._hub.close()

@@ -1,14 +1,17 @@
-"""How much memory a run takes on this machine, all its processes together."""
+"""How much memory a run takes: all its processes together on this machine, and trainer and engines in each phase."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Self
 
 import psutil
+
+from vime.cluster.calls import RemoteError
 
 PERIOD_S = 5.0
 
@@ -57,3 +60,48 @@ def _tree(pid: int) -> list[psutil.Process]:
         return [root, *root.children(recursive=True)]
     except psutil.Error:
         return []
+
+
+class MemoryLedger:
+    """Looks at what trainer and engines hold, beside whatever they do, and notes it as metrics.
+
+    Args:
+        trainer: what a rank of the actor holds now, in GiB.
+        engines: what engines hold, in GiB by kind.
+        note: takes metrics of the rollout that is being made.
+    """
+
+    def __init__(
+        self,
+        trainer: Callable[[], Awaitable[float]],
+        engines: Callable[[], Awaitable[Mapping[str, float]]],
+        note: Callable[[Mapping[str, float]], None],
+    ) -> None:
+        self._trainer, self._engines, self._note = trainer, engines, note
+        self._looking: set[asyncio.Task[None]] = set()
+
+    def training(self) -> None:
+        """The trainer has learned and is still there; engines may sleep. (It says itself what it held.)"""
+        self._look("train", of_trainer=False)
+
+    def generating(self) -> None:
+        """The engines have new weights and begin to generate."""
+        self._look("generate", of_trainer=True)
+
+    def _look(self, phase: str, *, of_trainer: bool) -> None:
+        task = asyncio.ensure_future(self._noted(phase, of_trainer))
+        self._looking.add(task)
+        task.add_done_callback(self._looking.discard)
+
+    async def _noted(self, phase: str, of_trainer: bool) -> None:
+        with contextlib.suppress(RemoteError):  # who looks after the processes says why one is gone
+            held = {f"memory/{kind}/{phase}": size for kind, size in (await self._engines()).items()}
+            if of_trainer:
+                held[f"memory/actor/{phase}"] = await self._trainer()
+            self._note(held)
+
+    async def close(self) -> None:
+        """Never raises."""
+        for task in self._looking:
+            task.cancel()
+        await asyncio.gather(*self._looking, return_exceptions=True)

@@ -12,7 +12,10 @@ import psutil
 import ray
 
 from vime.config import Config
+from vime.config.memory import shortage
 from vime.errors import UserError
+from vime.models import load_shape
+from vime.platform.gpu_memory import gpu_bytes
 
 OBJECT_STORE_BYTES = 512 * 2**20  # batches of token ids are small; Ray's default would take 30 % of the memory
 
@@ -70,3 +73,19 @@ def check_devices(config: Config, slots: Slots) -> None:
         raise UserError(
             "--gradient-accumulation-fusion needs GPUs and there are none; without it, it is on where it can be"
         )
+    check_memory(config, slots)
+
+
+def check_memory(config: Config, slots: Slots) -> None:
+    """Raises a UserError for a run whose weights and optimizer alone do not fit, as far as this machine can tell.
+
+    The GPUs of all nodes are taken for those of this one. Several nodes without GPUs are not judged.
+    """
+    alone = sum(1 for node in ray.nodes() if node["Alive"]) == 1
+    gpus = gpu_bytes("total") if slots.kind == "GPU" else []
+    host = int(psutil.virtual_memory().total) if slots.kind == "CPU" and alone else None
+    told = shortage(
+        config, load_shape(config.checkpoint.hf_checkpoint), gpu_bytes=min(gpus) if gpus else None, host_bytes=host
+    )
+    if told is not None:
+        raise UserError(told)

@@ -114,6 +114,11 @@ class TrainGroup:
         )
         return next(report for report in reports if report is not None)
 
+    async def memory_gib(self) -> float:
+        """What the fullest rank holds now."""
+        held: list[float] = await self._call(self._ranks, "memory_gib", what="asking the trainer for its memory")
+        return max(held)
+
     async def log_probs_of(self, token_ids: list[int], prompt_length: int) -> list[float]:
         """What the trainer's weights say of the tokens after the prompt, in nats, at the rollout temperature."""
         answers: list[list[float]] = await self._call(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vime.cluster.memory import MemoryLedger
 from vime.cluster.train_group import TrainGroup
 from vime.cluster.turns import Turns
 from vime.config import Config
@@ -24,6 +25,7 @@ class GroupWeightSync:
     Args:
         turns: who has the devices.
         probe_prompt: token ids of a plain question, for the proof that the weights arrived.
+        ledger: notes who holds how much memory in which phase.
         broadcasts: whether the weights go over a process group instead of through shared memory.
         version: the version before the first sync of this process. A resumed run passes the saved one minus 1: its
             first sync brings the very weights that had the saved version.
@@ -38,6 +40,7 @@ class GroupWeightSync:
         *,
         probe_prompt: Sequence[int],
         broadcasts: bool,
+        ledger: MemoryLedger,
         version: WeightVersion,
     ) -> None:
         self._trainer = trainer
@@ -45,6 +48,7 @@ class GroupWeightSync:
         self._turns = turns
         self._probe_prompt = probe_prompt
         self.version = version
+        self._ledger = ledger
         self._syncs = 0
         self._timeout_s = config.engine.weight_sync_timeout_s
         self._bucket_bytes = config.engine.update_weight_buffer_size
@@ -54,10 +58,13 @@ class GroupWeightSync:
         self._tolerance = TOLERANCE[config.parallel.dtype_name]
 
     async def sync(self) -> WeightVersion:
+        if self._syncs:
+            self._ledger.training()
         await self._turns.to_export()
         transfer = await self._transfer()
         await sync_engines(transfer, self._engines, self.version + 1, timeout_s=self._timeout_s)
         await self._turns.to_generation()
+        self._ledger.generating()
         self.version += 1
         if self._probe_is_due():
             async with self._turns.comparing():

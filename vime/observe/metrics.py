@@ -133,7 +133,24 @@ _EVAL = _family(
     ],
 )
 
-METRICS: tuple[Metric, ...] = (*_ROLLOUT, *_PERF, *_TRAIN, *_EVAL)
+_MEMORY = _family(
+    "memory",
+    [
+        ("actor/generate", "GiB", "What a rank of the actor holds while engines generate; the fullest rank."),
+        ("{role}/parameters", "GiB", "Weights on the device of the fullest rank of actor or critic after training."),
+        ("{role}/gradients", "GiB", "Gradients there."),
+        ("{role}/optimizer", "GiB", "Main weights and moments there."),
+        ("{role}/train_peak", "GiB", "Most that a rank held at once in training; on CPUs since its start."),
+        (
+            "engine/{phase}",
+            "GiB",
+            "What an engine's processes hold while training or generation goes on; without GPUs.",
+        ),
+        ("device/{phase}", "GiB", "What all processes together use on an engine's GPU in that phase; the fullest."),
+    ],
+)
+
+METRICS: tuple[Metric, ...] = (*_ROLLOUT, *_PERF, *_TRAIN, *_MEMORY, *_EVAL)
 
 
 def describe(name: str) -> Metric | None:

@@ -40,6 +40,7 @@ class RunReport:
         self.first_evals = dict(first_evals or {})
         self._last_evals: dict[str, float] = {}
         self._rollouts = 0
+        self._noted: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -55,9 +56,14 @@ class RunReport:
         self._progress.log(f"evaluation before rollout {rollout_id + 1}: {means}")
         self._progress.update(metrics)
 
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Takes metrics of the rollout that is being made; they are written with it."""
+        self._noted |= metrics
+
     def trained(self, batch: RolloutBatch, result: TrainResult) -> None:
         """Writes one row an optimizer step; the last one also has what is said of the rollout as a whole."""
-        whole = {**batch.metrics, **self._timer.lap().metrics()}
+        whole = {**batch.metrics, **self._timer.lap().metrics(), **result.memory, **self._noted}
+        self._noted = {}
         if "perf/phase_time/sync" in whole:
             whole["perf/update_weights_time"] = whole["perf/phase_time/sync"]
         for number, step in enumerate(result.steps, start=1):

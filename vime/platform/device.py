@@ -96,6 +96,11 @@ class Platform:
             peak = max(now, _peak_resident_bytes())  # the kernel brings the two up to date at different times
         return {"allocated": now / 2**30, "peak": peak / 2**30}
 
+    def reset_peak_memory(self) -> None:
+        """The peak of ``memory_gib`` counts from now on. (A CPU's is of the process's whole life.)"""
+        if self.name == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
     def bind_loopback(self, master_addr: str) -> None:
         """Keeps gloo on the loopback interface when all processes are on this machine; it would take the first one."""
         if master_addr in ("127.0.0.1", "localhost"):

@@ -24,6 +24,7 @@ from vime.training.checkpoint import load_megatron, save_megatron
 from vime.training.forward import is_last_stage
 from vime.training.hooks import TrainHooks
 from vime.training.layers.attention import tree_tokens
+from vime.training.ledger import held_bytes
 from vime.training.offload import Offloader, Part
 from vime.training.packing import MicroBatch, Packer
 from vime.training.parallel import connect, context_part, disconnect, pack_multiple
@@ -113,6 +114,7 @@ class ModelWorker(ABC, Generic[G]):
     def train(self, batch: TrainBatch) -> TrainResult:
         """Learns from this rank's share of a rollout; every rank returns the same metrics, one dict a step."""
         clock = Clock()
+        current().reset_peak_memory()
         with clock.phase("pack"):
             steps = self._packs(batch)
         packs: Sequence[MicroBatch] = [pack for step in steps for pack in step]
@@ -126,7 +128,18 @@ class ModelWorker(ABC, Generic[G]):
             gather_parameters(self.chunks)
         tokens = torch.tensor(float(sum(sample.total_length for sample in batch.samples)), dtype=torch.float64)
         metrics[-1] |= clock.metrics(self.role, float(sum_over_data_parallel(tokens)))
-        return TrainResult(steps=tuple(metrics), seconds=clock.seconds)
+        return TrainResult(steps=tuple(metrics), seconds=clock.seconds, memory=self._memory())
+
+    def _memory(self) -> dict[str, float]:
+        """GiB on the fullest rank: what is held for what, and the most that training took at once."""
+        held = {name: size / 2**30 for name, size in held_bytes(self.chunks, self.optimizer).items()}
+        here = held | {"train_peak": current().memory_gib()["peak"]}
+        fullest = max_over_ranks(torch.tensor(list(here.values()), dtype=torch.float64))
+        return {f"memory/{self.role}/{name}": value for name, value in zip(here, fullest.tolist(), strict=True)}
+
+    def memory_gib(self) -> float:
+        """What this process holds now: of its device, or on a CPU of the machine's memory. Not collective."""
+        return current().memory_gib()["allocated"]
 
     def _reviewed(
         self, batch: TrainBatch, packs: Sequence[MicroBatch], given: Sequence[G]

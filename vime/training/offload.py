@@ -15,7 +15,7 @@ from torch import Tensor
 from vime.platform import current
 from vime.training.optimizer_kind import optimizers_of
 
-__all__ = ["Offloader", "Part"]
+__all__ = ["Offloader", "Part", "optimizer_tensors"]
 
 Part: TypeAlias = Literal["parameters", "rest"]
 """What the forward pass needs, and the rest: main weights, moments and gradients."""
@@ -65,7 +65,7 @@ class Offloader:
         if part == "parameters":
             return _distinct(p.data for p in parameters), []
         model = {p.data.untyped_storage().data_ptr() for p in parameters}
-        kept = [s for s in _distinct(_states(self._optimizer)) if s.data_ptr() not in model]
+        kept = [s for s in _distinct(optimizer_tensors(self._optimizer)) if s.data_ptr() not in model]
         gradients = _distinct(p.main_grad for p in parameters if getattr(p, "main_grad", None) is not None)
         return kept, gradients
 
@@ -76,7 +76,7 @@ class Offloader:
         return host
 
 
-def _states(optimizer: Any) -> Iterator[Tensor]:
+def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
     """Main weights and moments."""
     for each in optimizers_of(optimizer):
         inner = each.optimizer

@@ -1,0 +1,115 @@
+"""What a run needs at least, against numbers that were measured or worked out by hand."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.training.harness import config_of
+from vime.config import Config
+from vime.config.layouts import Layout
+from vime.config.memory import GIB, TrainerMemory, engine_bytes, shortage, trainer_memory
+from vime.models import ModelShape, load_shape
+
+CONFIGS = Path(__file__).parents[1] / "models" / "public_configs"
+QWEN3_4B = 4.022e9  # parameters, the tied embedding once
+MOE_EXPERTS = 48 * 128 * 3 * 2048 * 768  # of Qwen3-30B-A3B
+GPU = 141 * 10**9
+
+
+@functools.cache
+def shape_of(name: str) -> ModelShape:
+    with tempfile.TemporaryDirectory() as folder:
+        public = json.loads((CONFIGS / f"{name}.json").read_text())
+        Path(folder, "config.json").write_text(json.dumps(public["config"]))
+        return load_shape(folder)
+
+
+def memory(name: str, *, shares: bool = False, itemsize: int = 2, **layout: int) -> TrainerMemory:
+    return trainer_memory(shape_of(name), Layout(**layout), itemsize=itemsize, shares_optimizer=shares)
+
+
+def test_a_parameter_takes_18_bytes_in_bfloat16() -> None:
+    """Itself 2, its gradient 4, main weight and moments 12: 67 GiB of the 4B shape, of which 71 were seen in use."""
+    found = memory("qwen3-4B", world=1)
+    assert found.weights == pytest.approx(2 * QWEN3_4B, rel=1e-3)
+    assert found.total == pytest.approx(18 * QWEN3_4B, rel=1e-3)
+    assert found.total / GIB == pytest.approx(67.4, abs=0.2)
+
+
+def test_in_float32_there_are_no_main_weights() -> None:
+    assert memory("qwen3-4B", world=1, itemsize=4).total == pytest.approx(16 * QWEN3_4B, rel=1e-3)
+
+
+def test_data_parallel_ranks_share_the_optimizer_where_they_may() -> None:
+    alone, shared = memory("qwen3-4B", world=4), memory("qwen3-4B", world=4, shares=True)
+    assert shared.weights == alone.weights
+    assert shared.optimizer == pytest.approx(alone.optimizer / 4)
+
+
+def test_tensor_parallel_ranks_share_all_but_norms_and_stages_share_layers() -> None:
+    assert memory("qwen3-4B", world=2, tensor=2).weights == pytest.approx(QWEN3_4B, rel=1e-3)
+    embedding = 151936 * 2560
+    stages = memory("qwen3-4B", world=2, pipeline=2).weights
+    assert stages == pytest.approx(2 * ((QWEN3_4B - embedding) / 2 + embedding), rel=1e-3)
+
+
+def test_experts_are_spread_over_their_own_ranks() -> None:
+    whole, spread = memory("qwen3-30B-A3B", world=8), memory("qwen3-30B-A3B", world=8, expert=8)
+    assert whole.weights - spread.weights == pytest.approx(2 * MOE_EXPERTS * 7 / 8, rel=1e-6)
+
+
+def test_processes_of_an_engine_share_its_weights() -> None:
+    shape = shape_of("qwen3-4B")
+    assert engine_bytes(shape, itemsize=2, processes=1) == pytest.approx(2 * QWEN3_4B, rel=1e-3)
+    assert engine_bytes(shape, itemsize=2, processes=2) == pytest.approx(QWEN3_4B, rel=1e-3)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., Config]:
+    from tests.tiny import make_model
+
+    model = make_model(tmp_path / "model", "llama", tied=True)
+    return lambda *flags: config_of(model, *flags)
+
+
+def told(config: Config, name: str = "qwen3-4B", gpu: int | None = GPU, host: int | None = None) -> str:
+    return shortage(config, shape_of(name), gpu_bytes=gpu, host_bytes=host) or ""
+
+
+def test_what_fits_is_not_refused(config: Callable[..., Config]) -> None:
+    assert told(config()) == ""
+    assert told(config("--colocate")) == ""
+    assert told(config(), gpu=None, host=None) == "", "nothing is known of the machines"
+
+
+def test_a_trainer_that_cannot_fit_is_refused_with_the_numbers(config: Callable[..., Config]) -> None:
+    assert told(config(), gpu=40 * 2**30) == (
+        "a training rank needs at least 67.4 GiB (weights 7.5, gradients 15.0, optimizer 45.0), and activations; a GPU "
+        "has 40.0: use more slots with a larger --tensor-model-parallel-size or --pipeline-model-parallel-size, or "
+        "--use-distributed-optimizer"
+    )
+
+
+def test_an_engine_that_cannot_fit_is_refused_with_the_numbers(config: Callable[..., Config]) -> None:
+    assert "an engine needs 7.5 GiB for its weights on each GPU" in told(
+        config("--vllm-gpu-memory-utilization", "0.05")
+    )
+
+
+def test_without_offloading_trainer_and_engine_must_fit_together(config: Callable[..., Config]) -> None:
+    flags = ["--colocate", "--no-offload-train", "--vllm-gpu-memory-utilization", "0.6"]
+    assert told(config(*flags)).startswith("--colocate without both offloads: a training rank needs at least 67.4 GiB")
+    assert told(config(*flags[:2], "--vllm-gpu-memory-utilization", "0.3")) == ""
+
+
+def test_on_cpus_all_processes_share_the_machine(config: Callable[..., Config]) -> None:
+    assert told(config(), gpu=None, host=32 * 2**30) == (
+        "the run needs at least 74.9 GiB: 1 training ranks of 67.4 GiB (weights 7.5, gradients 15.0, optimizer 45.0) "
+        "and 7.5 GiB of weights for each of 1 engine processes; this machine has 32.0"
+    )

@@ -1,0 +1,142 @@
+"""What a run needs at least, by the sizes of its model: enough to refuse what cannot fit before anything starts.
+
+Counted is what stands there all the time. Activations, keys and values, caches and contexts come on top; how much they
+take is only known when the run is there, and is logged then (metrics ``memory/...``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vime.config.config import Config
+    from vime.config.layouts import Layout
+    from vime.models import ModelShape, WeightRule
+
+__all__ = ["TrainerMemory", "engine_bytes", "shortage", "trainer_memory"]
+
+GIB = 2**30
+GRADIENT = 4  # bytes a parameter: gradients add up in float32
+MOMENTS = 8  # two of AdamW, in float32
+MAIN = 4  # float32 copies of parameters that are narrower
+DEFAULT_UTILIZATION = 0.9  # vLLM's --gpu-memory-utilization
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerMemory:
+    """Bytes on the fullest rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
+        told = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+        return f"{self.total / GIB:.1f} GiB ({told})"
+
+
+def trainer_memory(shape: ModelShape, layout: Layout, *, itemsize: int, shares_optimizer: bool) -> TrainerMemory:
+    """Weights, gradients and optimizer state of one rank. Layers count as equal, and stages as even.
+
+    Args:
+        itemsize: bytes of a parameter, 2 or 4.
+        shares_optimizer: over data-parallel ranks, as with --use-distributed-optimizer.
+    """
+    dense, experts = _parameters_of_a_rank(shape, layout)
+    state = MOMENTS + (MAIN if itemsize < 4 else 0)
+    dense_copies = layout.data * layout.context
+    expert_copies = max(1, layout.world // (layout.pipeline * layout.expert * layout.expert_tensor_size))
+    kept = dense / dense_copies + experts / expert_copies if shares_optimizer else dense + experts
+    parameters = dense + experts
+    return TrainerMemory(weights=itemsize * parameters, gradients=GRADIENT * parameters, optimizer=state * kept)
+
+
+def engine_bytes(shape: ModelShape, *, itemsize: int, processes: int) -> float:
+    """The weights in each process of an engine."""
+    return itemsize * sum(_size(rule) / (processes if rule.tp_dim is not None else 1) for rule in _rules(shape))
+
+
+def _parameters_of_a_rank(shape: ModelShape, layout: Layout) -> tuple[float, float]:
+    """Those that every data-parallel replica has, and those of experts."""
+    dense = experts = ends = 0.0
+    for rule in _rules(shape):
+        if rule.expert is not None:
+            experts += _size(rule) / layout.expert / (layout.expert_tensor_size if rule.tp_dim is not None else 1)
+            continue
+        share = _size(rule) / (layout.tensor if rule.tp_dim is not None else 1)
+        if rule.layer is None and rule.vocabulary:
+            ends = max(ends, share) if layout.pipeline > 1 else ends + share  # one of them on each end
+        else:
+            dense += share
+    return dense / layout.pipeline + ends, experts / layout.pipeline
+
+
+def _rules(shape: ModelShape) -> Iterator[WeightRule]:
+    from vime.models import weight_map
+
+    return iter(weight_map(shape))
+
+
+def _size(rule: WeightRule) -> int:
+    return sum(math.prod(tensor.shape) for tensor in rule.hf)
+
+
+def shortage(config: Config, shape: ModelShape, *, gpu_bytes: int | None, host_bytes: int | None) -> str | None:
+    """Why the run cannot fit, with the numbers; None if it may.
+
+    Args:
+        gpu_bytes: of each GPU; None where slots are CPU processes.
+        host_bytes: of the machine on which all processes run; None where there are several, or GPUs.
+    """
+    from vime.config.layouts import Layout
+
+    cluster, itemsize = config.cluster, 4 if config.parallel.fp32 else 2
+    trainer = trainer_memory(
+        shape,
+        Layout.of(config, shape),
+        itemsize=itemsize,
+        shares_optimizer=config.parallel.use_distributed_optimizer,
+    )
+    engine = engine_bytes(shape, itemsize=itemsize, processes=cluster.rollout_num_gpus_per_engine)
+    if gpu_bytes is not None:
+        return _shortage_of_gpus(config, trainer, engine if cluster.num_engines else 0.0, gpu_bytes)
+    needed = trainer.total * cluster.train_world_size + engine * (cluster.rollout_num_gpus or 0)
+    if host_bytes is None or needed <= host_bytes:
+        return None
+    return (
+        f"the run needs at least {needed / GIB:.1f} GiB: {cluster.train_world_size} training ranks of {trainer} and "
+        f"{engine / GIB:.1f} GiB of weights for each of {cluster.rollout_num_gpus} engine processes; this machine has "
+        f"{host_bytes / GIB:.1f}"
+    )
+
+
+def _shortage_of_gpus(config: Config, trainer: TrainerMemory, engine: float, gpu_bytes: int) -> str | None:
+    cluster = config.cluster
+    has = f"a GPU has {gpu_bytes / GIB:.1f}"
+    if trainer.total > gpu_bytes:
+        return (
+            f"a training rank needs at least {trainer}, and activations; {has}: use more slots with a larger "
+            "--tensor-model-parallel-size or --pipeline-model-parallel-size, or --use-distributed-optimizer"
+        )
+    usable = float(config.vllm.get("gpu_memory_utilization") or DEFAULT_UTILIZATION) * gpu_bytes
+    if engine > usable:
+        return (
+            f"an engine needs {engine / GIB:.1f} GiB for its weights on each GPU, and memory for keys and values; "
+            f"--vllm-gpu-memory-utilization leaves it {usable / GIB:.1f}: a larger --rollout-num-gpus-per-engine "
+            "spreads them"
+        )
+    stays = cluster.colocate and not (cluster.offload_train and cluster.offload_rollout)
+    if stays and engine and trainer.total + usable > gpu_bytes:
+        return (
+            f"--colocate without both offloads: a training rank needs at least {trainer} beside the engine's "
+            f"{usable / GIB:.1f} (--vllm-gpu-memory-utilization); {has}"
+        )
+    return None
