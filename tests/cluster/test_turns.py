@@ -139,3 +139,15 @@ async def test_a_checkpoint_of_the_critic_leaves_the_engines_their_weights() -> 
         *("sleep 1", "critic: onload parameters", "critic: onload rest", "critic: save"),
         *("critic: offload rest", "critic: offload parameters", "wake"),
     ]
+
+
+async def test_a_trainer_that_broadcasts_its_weights_leaves_after_them() -> None:
+    calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
+    calls.clear()
+    await turns.to_weights(trainer_stays=True)
+    assert calls == ["wake weights"]
+    await turns.to_generation()
+    assert calls == ["wake weights", "offload rest", "offload parameters", "wake kv_cache"]
+    calls.clear()
+    await turns.to_weights()
+    assert calls == [], "it has left already"

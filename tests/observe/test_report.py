@@ -94,3 +94,14 @@ def test_the_final_table_compares_the_first_evaluation_with_the_last(tmp_path):
     row = next(line for line in run.lines() if "math" in line and "│" in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == ["math", "0.125", "0.625", "+0.500"]
     assert "Continue: python train.py" in run.lines()
+
+
+def test_what_is_noted_is_written_once_with_the_rollout_that_is_being_made(run):
+    run.report.note({"memory/engine/generate": 2.0})
+    run.report.note({"memory/engine/train": 1.0})
+    run.rollout(0, steps=2)
+    run.rollout(1)
+    first, second, third = run.rows()
+    assert second["memory/engine/generate"] == 2.0 and second["memory/engine/train"] == 1.0
+    assert not [name for row in (first, third) for name in row if name.startswith("memory/")]
+    assert describe("memory/engine/train").unit == "GiB"

@@ -1,4 +1,7 @@
-"""``vime doctor``: one line for each thing that this machine needs; exits with 1 if something is missing."""
+"""``vime doctor``: one line for each thing that this machine needs; exits with 1 if something is missing.
+
+With the flags of a run behind it, also whether the run's weights and optimizer fit the GPUs here, or this machine.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-from vime.config import megatron_core
+from vime.config import Config, megatron_core, parse_config
+from vime.config.memory import needs, shortage
+from vime.models import load_shape
+from vime.platform.gpu_memory import gpu_bytes
 
 BUILD_SENSITIVE = ("torchvision", "torchaudio", "torchcodec")
 """Packages whose usual builds are for CUDA; beside a CPU build of torch they break ``import transformers``."""
@@ -29,11 +35,11 @@ class Check:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Takes no flags."""
-    if argv:
-        print("usage: vime doctor (it takes no flags)", file=sys.stderr)
-        return 0 if argv[0] in ("-h", "--help") else 2
-    checks = list(all_checks())
+    """Takes the flags of a run, or none."""
+    if argv and argv[0] in ("-h", "--help"):
+        print("usage: vime doctor [FLAGS OF A RUN]", file=sys.stderr)
+        return 0
+    checks = [*all_checks(), *([room(parse_config(argv))] if argv else [])]
     for check in checks:
         print(f"{'ok  ' if check.good else 'FAIL'}  {check.text}")
     return 0 if all(check.good for check in checks) else 1
@@ -113,6 +119,19 @@ def memory() -> Check:
     total: int = psutil.virtual_memory().total
     text = f"{total / (1 << 30):.1f} GiB of memory"
     return Check(total >= MIN_MEMORY_BYTES, text if total >= MIN_MEMORY_BYTES else f"{text}, at least 4 are needed")
+
+
+def room(config: Config) -> Check:
+    """Whether a run fits GPUs like those of this machine or, without any, this machine."""
+    import psutil
+
+    shape, gpus = load_shape(config.checkpoint.hf_checkpoint), gpu_bytes("total")
+    gpu, host = (min(gpus), None) if gpus else (None, int(psutil.virtual_memory().total))
+    told = shortage(config, shape, gpu_bytes=gpu, host_bytes=host)
+    trainer, engine = needs(config, shape)
+    has = f"of {gpu / (1 << 30):.1f} a GPU" if gpu else f"this machine has {(host or 0) / (1 << 30):.1f}"
+    fits = f"a training rank holds {trainer}, an engine's process {engine / (1 << 30):.1f} of weights; {has}"
+    return Check(told is None, told or fits)
 
 
 def installed(name: str) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from vime.errors import UserError
 
 COMMANDS: Mapping[str, str] = {
-    "doctor": "check that this machine has what vime needs",
+    "doctor": "check that this machine has what vime, or a run, needs",
     "explain": "show every value of a configuration and where it comes from",
     "data": "look at prompts as the model will see them",
     "grade": "grade answers from the command line",

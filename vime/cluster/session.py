@@ -73,7 +73,6 @@ def check_devices(config: Config, slots: Slots) -> None:
         raise UserError(
             "--gradient-accumulation-fusion needs GPUs and there are none; without it, it is on where it can be"
         )
-    check_memory(config, slots)
 
 
 def check_memory(config: Config, slots: Slots) -> None:

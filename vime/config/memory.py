@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vime.config.layouts import Layout
     from vime.models import ModelShape, WeightRule
 
-__all__ = ["TrainerMemory", "engine_bytes", "shortage", "trainer_memory"]
+__all__ = ["TrainerMemory", "engine_bytes", "needs", "shortage", "trainer_memory"]
 
 GIB = 2**30
 GRADIENT = 4  # bytes a parameter: gradients add up in float32
@@ -89,13 +89,8 @@ def _size(rule: WeightRule) -> int:
     return sum(math.prod(tensor.shape) for tensor in rule.hf)
 
 
-def shortage(config: Config, shape: ModelShape, *, gpu_bytes: int | None, host_bytes: int | None) -> str | None:
-    """Why the run cannot fit, with the numbers; None if it may.
-
-    Args:
-        gpu_bytes: of each GPU; None where slots are CPU processes.
-        host_bytes: of the machine on which all processes run; None where there are several, or GPUs.
-    """
+def needs(config: Config, shape: ModelShape) -> tuple[TrainerMemory, float]:
+    """Of a training rank, and bytes of weights in each process of an engine (0 in a run without engines)."""
     from vime.config.layouts import Layout
 
     cluster, itemsize = config.cluster, 4 if config.parallel.fp32 else 2
@@ -106,8 +101,20 @@ def shortage(config: Config, shape: ModelShape, *, gpu_bytes: int | None, host_b
         shares_optimizer=config.parallel.use_distributed_optimizer,
     )
     engine = engine_bytes(shape, itemsize=itemsize, processes=cluster.rollout_num_gpus_per_engine)
+    return trainer, engine if cluster.num_engines else 0.0
+
+
+def shortage(config: Config, shape: ModelShape, *, gpu_bytes: int | None, host_bytes: int | None) -> str | None:
+    """Why the run cannot fit, with the numbers; None if it may.
+
+    Args:
+        gpu_bytes: of each GPU; None where slots are CPU processes.
+        host_bytes: of the machine on which all processes run; None where there are several, or GPUs.
+    """
+    cluster = config.cluster
+    trainer, engine = needs(config, shape)
     if gpu_bytes is not None:
-        return _shortage_of_gpus(config, trainer, engine if cluster.num_engines else 0.0, gpu_bytes)
+        return _shortage_of_gpus(config, trainer, engine, gpu_bytes)
     needed = trainer.total * cluster.train_world_size + engine * (cluster.rollout_num_gpus or 0)
     if host_bytes is None or needed <= host_bytes:
         return None
