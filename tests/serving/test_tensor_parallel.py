@@ -17,8 +17,11 @@ from tests.serving.conftest import (
     reference,
     serve,
 )
+from tests.serving.test_weight_broadcast import Trainer
 from tests.tiny import make_model
 from vime.serving.control import EngineControl
+from vime.weights.sync import sync_engines
+from vime.weights.transfers import Broadcast
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -48,6 +51,21 @@ async def test_both_processes_serve_the_new_weights(sender: Sender, engine: Serv
         expected = reference(engine.folder, new, PROMPT, generation.token_ids)
         assert largest_difference(generation, expected) < TOLERANCE
     assert proofs(engine) == 2 * 2
+
+
+async def test_both_processes_receive_what_is_broadcast(sender: Sender, engine: Served) -> None:
+    """They are two members of the trainer's group, and each takes its part of every bucket."""
+    trainer = Trainer(engine.weights)
+    transfer = Broadcast(trainer, bucket_bytes=40_000)
+    for seed in (3, 4):
+        trainer.weights = changed(engine.weights, seed=seed)
+        await sync_engines(transfer, [sender.control], 500 + seed)
+        generation = await generate_on(sender.control, PROMPT)
+        expected = reference(engine.folder, trainer.weights, PROMPT, generation.token_ids)
+        assert largest_difference(generation, expected) < TOLERANCE
+    assert trainer.sender is not None
+    assert trainer.sender.invitation.world_size == 3
+    trainer.sender.close()
 
 
 def proofs(engine: Served) -> int:

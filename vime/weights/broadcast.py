@@ -1,7 +1,7 @@
 """Weights over a process group: the trainer's end, and the end in each process of an engine.
 
 The sender packs one bucket while the one before is under way, and states a checksum of each bucket, which it computed
-from its own copy; a receiver compares. Neither side ever holds more than two buckets besides its own weights.
+from its own copy; a receiver compares. Besides its own weights a sender holds two buckets, a receiver at most three.
 
 No step waits for ever, and none waits for somebody who is gone: every member has a lifeline to the sender. When a
 member ends, fails or is silent for too long, the sender tells the others, all leave the group, and its report says who
