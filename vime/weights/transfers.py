@@ -75,8 +75,8 @@ class Broadcast:
     """Implements ``sync.Transfer``: one broadcast from the trainer's first rank reaches all processes of all engines.
 
     The group is made at the first sync and kept. When an engine fails during a broadcast, the others have half of the
-    new weights: a group without it is made at once, and everything is sent to them again. An engine that was restarted is
-    another ``EngineControl``.
+    new weights: a group without it is made at once, and everything is sent to them again. An engine that was restarted
+    is another ``EngineControl``.
     """
 
     def __init__(self, trainer: Broadcaster, *, bucket_bytes: int = BUCKET_BYTES) -> None:
