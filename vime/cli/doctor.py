@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from vime.config import Config, megatron_core, parse_config
 from vime.config.memory import needs, shortage
 from vime.models import load_shape
-from vime.platform.gpu_memory import gpu_bytes
+from vime.observe.gpu_memory import gpu_bytes
 
 BUILD_SENSITIVE = ("torchvision", "torchaudio", "torchcodec")
 """Packages whose usual builds are for CUDA; beside a CPU build of torch they break ``import transformers``."""

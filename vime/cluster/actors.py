@@ -151,7 +151,7 @@ class EngineActor:
     def memory_gib(self) -> dict[str, float]:
         """``device``: used on this engine's fullest GPU by all processes; or ``engine``: held by the server's own."""
         from vime.cluster.memory import tree_bytes
-        from vime.platform.gpu_memory import gpu_bytes
+        from vime.observe.gpu_memory import gpu_bytes
 
         devices = self._devices or [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
         used = gpu_bytes("used", devices) if devices else []

@@ -15,7 +15,7 @@ from vime.config import Config
 from vime.config.memory import shortage
 from vime.errors import UserError
 from vime.models import load_shape
-from vime.platform.gpu_memory import gpu_bytes
+from vime.observe.gpu_memory import gpu_bytes
 
 OBJECT_STORE_BYTES = 512 * 2**20  # batches of token ids are small; Ray's default would take 30 % of the memory
 
