@@ -21,6 +21,7 @@ SAMPLES = make_samples(8, seed=3, masked=True)
 LAYOUTS: dict[str, list[str]] = {
     "dp2": [],
     "cp2": ["--context-parallel-size", "2"],
+    "pp2": ["--pipeline-model-parallel-size", "2"],
 }
 
 
