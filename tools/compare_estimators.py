@@ -38,6 +38,7 @@ ESTIMATORS: Mapping[str, Sequence[str]] = {
     "cispo": [],
     "reinforce_plus_plus": WHITEN,
     "reinforce_plus_plus_baseline": WHITEN,
+    "ppo": [*WHITEN, "--critic-lr", "1e-4"],
 }
 """With what each needs beside the flags of the demo."""
 
