@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -30,6 +31,10 @@ Role: TypeAlias = Literal["actor", "critic"]
 
 class InvalidSample(UserError):
     """A Sample which breaks a rule that training relies on. The message names the sample and the rule."""
+
+
+class NotFinite(InvalidSample):
+    """A reward that is a number, but NaN, infinite or too large for a float."""
 
 
 class Status(enum.Enum):
@@ -147,7 +152,8 @@ class Sample:
         """The reward as one finite number.
 
         Raises:
-            InvalidSample: there is none, it is not a number, or it is not finite.
+            NotFinite: it is a number that no finite float is.
+            InvalidSample: there is none, or it is not a number.
         """
         value = self.reward
         if isinstance(value, dict):
@@ -156,13 +162,12 @@ class Sample:
             if reward_key not in value:
                 raise InvalidSample(f"{self.name}: the reward has no key {reward_key!r}, only {sorted(value)}")
             value = value[reward_key]
-        if isinstance(value, bool):
-            return float(value)
-        if not isinstance(value, int | float):
+        if not isinstance(value, numbers.Real):
             raise InvalidSample(f"{self.name}: the reward must be a number, not {value!r}")
-        if not math.isfinite(value):
-            raise InvalidSample(f"{self.name}: the reward must be finite, not {value}")
-        return float(value)
+        number = as_float(value)
+        if not math.isfinite(number):
+            raise NotFinite(f"{self.name}: the reward must be finite, not {number}")
+        return number
 
     def validate(self) -> None:
         """Checks what conversion to training data relies on.
@@ -223,8 +228,9 @@ class TrainSample:
     loss_mask: tuple[int, ...]  # [T], all zero for a removed sample
     rollout_log_probs: tuple[float, ...] | None  # [T]
     weight_versions: tuple[WeightVersion, ...]  # [T], or empty where the generate function gave none
-    raw_reward: float
-    reward: float  # after group normalisation or the user's post-processing
+    raw_reward: float  # 0 where there is none
+    reward: float  # after group normalisation or the user's post-processing; 0 where there is none
+    graded: bool = True  # whether there is a reward; a sample without one is never trained on
     truncated: bool = False
     metadata: dict[str, Any] | None = None
     scores: TokenScores = TokenScores()
@@ -314,6 +320,14 @@ def derive_seed(*identity: int | str) -> int:
     """A seed in [0, 2^31) that depends on nothing but whom it is for, e.g. (run seed, rollout, sample, turn)."""
     digest = hashlib.sha256("\x1f".join(map(str, identity)).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
+
+
+def as_float(value: Any) -> float:
+    """The nearest float; infinity for an integer that is too large for one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def mean(values: Sequence[float]) -> float:

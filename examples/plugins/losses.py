@@ -16,8 +16,11 @@ def leave_one_out(args: Any, rollout_data: dict[str, Any]) -> None:
     A rank has whole groups only where there is one data-parallel rank; others would have to exchange rewards.
     """
     groups: defaultdict[int, list[float]] = defaultdict(list)
-    for group, reward in zip(rollout_data["group_indices"], rollout_data["raw_reward"], strict=True):
-        groups[group].append(reward)
+    for group, reward, graded in zip(
+        rollout_data["group_indices"], rollout_data["raw_reward"], rollout_data["graded"], strict=True
+    ):
+        if graded:  # the others are not trained on, and their reward is not a 0
+            groups[group].append(reward)
     advantages = []
     for group, reward, mask in zip(
         rollout_data["group_indices"], rollout_data["raw_reward"], rollout_data["loss_masks"], strict=True

@@ -1,7 +1,9 @@
 """Closed groups become a batch; nothing invalid gets through and nothing is dropped."""
 
 import math
+from functools import partial
 
+import numpy as np
 import pytest
 
 from vime.errors import UserError
@@ -77,13 +79,43 @@ def test_a_sample_that_failed_keeps_its_place_whatever_the_hook_left_in_it(statu
     broken = sample(0, status=status, response_length=7, loss_mask=[1])
     batch = to_rollout_batch(0, [[broken, sample(1)]], halve)
     assert batch.samples[0].loss_mask == (0,) and batch.samples[0].reward == 0
-    with pytest.raises(InvalidSample, match="no prompt to keep its place with"):
-        to_rollout_batch(0, [[sample(0, status=status, tokens=[]), sample(1)]], halve)
 
 
-def test_log_probs_that_only_some_samples_have_are_left_out():
+@pytest.mark.parametrize("tokens", [[], [5]])
+def test_a_sample_that_failed_before_it_had_a_prompt_keeps_its_place_too(tokens):
+    broken = sample(0, status=Status.FAILED, tokens=tokens, response_length=0, rollout_log_probs=None)
+    (place, _) = to_rollout_batch(0, [[broken, sample(1)]], halve, needs_log_probs="--use-tis").samples
+    assert (place.tokens, place.response_length, place.loss_mask) == ((0, 0), 1, (0,))
+    assert (place.rollout_log_probs, place.graded, place.raw_reward) == ((0.0,), False, 0.0)
+
+
+@pytest.mark.parametrize("needs", [None, "--use-tis"])
+@pytest.mark.parametrize(
+    "untrained",
+    [
+        {"status": Status.FAILED},
+        {"status": Status.ABORTED, "response_length": 1},
+        {"reward": None},
+        {"remove_sample": True},
+        {"loss_mask": [0, 0]},
+    ],
+)
+def test_a_sample_that_is_not_trained_needs_no_log_probs(untrained, needs):
+    groups = [[sample(0, **({"rollout_log_probs": None} | untrained)), sample(1)]]
+    first, second = to_rollout_batch(0, groups, halve, needs_log_probs=needs).samples
+    assert first.rollout_log_probs == (0.0,) * first.response_length
+    assert second.rollout_log_probs == (-1.0, -2.0)
+
+
+def test_a_sample_without_a_reward_says_so():
+    batch = to_rollout_batch(0, [[sample(0, 0.0), sample(1, None)]], halve)
+    assert [(each.raw_reward, each.graded) for each in batch.samples] == [(0.0, True), (0.0, False)]
+
+
+def test_log_probs_that_only_some_samples_have_are_left_out(caplog):
     batch = to_rollout_batch(0, [[sample(0, rollout_log_probs=None), sample(1)]], halve)
     assert [s.rollout_log_probs for s in batch.samples] == [None, None]
+    assert "sample 0 (group 0, rollout None) has no rollout_log_probs: those of the whole rollout" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -120,7 +152,7 @@ def test_a_processed_reward_that_is_not_finite_is_named_and_not_trained_on(bad, 
     assert "sample 1 (group 0, rollout None): its reward is not a finite number" in caplog.text
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf])
+@pytest.mark.parametrize("reward", [math.nan, math.inf, np.float32("nan"), 10**400, {"a": math.nan, "b": 1.0}])
 def test_a_reward_that_is_not_finite_takes_no_part_in_the_baseline(reward, caplog):
     seen = []
 
@@ -128,7 +160,8 @@ def test_a_reward_that_is_not_finite_takes_no_part_in_the_baseline(reward, caplo
         seen.extend(s.index for s in samples)
         return halve(samples)
 
-    batch = to_rollout_batch(0, [[sample(0), sample(1, reward)]], post_process)
+    score = partial(Sample.score, reward_key="a")
+    batch = to_rollout_batch(0, [[sample(0), sample(1, reward)]], post_process, score=score)
     assert seen == [0]
     assert [s.loss_mask for s in batch.samples] == [(1, 1), (0, 0)]
     assert batch.metrics == {"rollout/nonfinite_rewards": 1.0}
@@ -149,3 +182,14 @@ def test_groups_without_a_signal_can_be_left_out_of_every_mean():
     left = to_rollout_batch(0, groups, halve, exclude_zero_signal=True).samples
     assert [s.counts for s in left] == [True, True, False, False, False, False]
     assert [sum(s.loss_mask) for s in left] == [2, 2, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("reward", "found"), [(np.float32(0.5), 0.5), (True, 1.0), (10**400 // 10**399, 10.0)])
+def test_a_reward_is_a_number_of_any_kind(reward, found):
+    assert to_rollout_batch(0, [[sample(0, reward)]], halve).samples[0].raw_reward == found
+
+
+def test_a_key_that_is_not_trained_on_may_be_anything():
+    score = partial(Sample.score, reward_key="b")
+    batch = to_rollout_batch(0, [[sample(0, {"a": math.nan, "b": 1.0})]], lambda s: ([1.0], [1.0]), score=score)
+    assert batch.samples[0].loss_mask == (1, 1)

@@ -139,6 +139,50 @@ async def test_rows_that_cannot_be_trained_on_are_refused(keep, needs, message):
         await manager(convert=custom_conversion(hook(some), ARGS, needs)).generate(0)
 
 
+def plain_rows(args, samples):
+    """As little as a conversion must say; a sample without a response gets a place."""
+    return {
+        "tokens": [sample.tokens or [1, 2] for sample in samples],
+        "response_lengths": [sample.response_length or 1 for sample in samples],
+        "rewards": [1.0 for _ in samples],
+    }
+
+
+def test_rows_without_masks_have_those_of_their_samples_and_samples_without_a_reward_are_not_trained():
+    samples = [
+        Sample(index=i, group_index=0, tokens=[1, 5, 6], response_length=2, reward=1.0, rollout_log_probs=[-1.0, -2.0])
+        for i in range(4)
+    ]
+    for sample in samples:
+        sample.status = Sample.Status.COMPLETED
+    samples[0].loss_mask = [0, 1]
+    samples[1].remove_sample = True
+    samples[2].reward = float("nan")
+    samples[3] = Sample(index=3, group_index=0, status=Sample.Status.FAILED)
+    samples += [Sample(index=4 + i, **{**fields(samples[0]), "loss_mask": None}) for i in range(4)]
+    rows = custom_conversion(hook(plain_rows), ARGS, "--use-tis")(0, [samples], None).samples
+    assert [row.loss_mask for row in rows] == [(0, 1), (0, 0), (0, 0), (0,), *[(1, 1)] * 4]
+    assert [row.graded for row in rows] == [True, True, False, False, *[True] * 4]
+    assert [row.rollout_log_probs for row in rows[2:5]] == [(-1.0, -2.0), (0.0,), (-1.0, -2.0)]
+
+
+def fields(sample):
+    return {"group_index": 1} | {
+        name: getattr(sample, name) for name in ("tokens", "response_length", "reward", "rollout_log_probs", "status")
+    }
+
+
+def test_a_row_with_another_response_has_nothing_of_the_sample_but_its_place():
+    def other(args, samples):
+        return plain_rows(args, samples) | {"tokens": [[1, 7, 8]] * 4}
+
+    samples = [Sample(index=i, group_index=0, tokens=[1, 5, 6], response_length=2, reward=1.0) for i in range(4)]
+    for sample in samples:
+        sample.status, sample.loss_mask, sample.weight_versions = Sample.Status.COMPLETED, [0, 1], [1, 1]
+    rows = custom_conversion(hook(other), ARGS, None)(0, [samples], None).samples
+    assert {(row.loss_mask, row.weight_versions, row.index in range(4)) for row in rows} == {((1, 1), (), True)}
+
+
 async def test_a_rollout_function_may_be_plain_and_give_metrics():
     def rollout(args, rollout_id, data_source, evaluation):
         groups = data_source.get_samples(2)

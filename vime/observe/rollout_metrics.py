@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from vime.algorithms.rewards import zero_std_counts
-from vime.rollout.conversion import is_graded
+from vime.rewards.values import is_graded
 from vime.types import GradeStatus, Group, Sample, Status, WeightVersion, mean
 
 __all__ = ["pass_at_k", "pass_rates", "repeats_itself", "rollout_metrics"]
@@ -74,7 +74,7 @@ def _rewards(groups: Sequence[Group], score: Score) -> dict[str, float]:
         "rollout/reward_errors": float(grades.count(GradeStatus.ERROR)),
         "rollout/invalid_answers": float(grades.count(GradeStatus.INVALID)),
     }
-    graded = [(number, score(sample)) for number, sample in samples if is_graded(sample)]
+    graded = [(number, score(sample)) for number, sample in samples if is_graded(sample, score)]
     if not graded:
         return counts
     numbers, rewards = zip(*graded, strict=True)
@@ -131,7 +131,7 @@ def pass_rates(groups: Sequence[Group], score: Score, *, solved: float = 1.0) ->
 
     Each k takes the groups that have at least k graded samples. A sample whose reward is at least ``solved`` is right.
     """
-    rewards = [[score(sample) for sample in group if is_graded(sample)] for group in groups]
+    rewards = [[score(sample) for sample in group if is_graded(sample, score)] for group in groups]
     outcomes = [(len(group), sum(reward >= solved for reward in group)) for group in rewards]
     largest = max((count for count, _ in outcomes), default=0)
     powers = [1 << exponent for exponent in range(largest.bit_length())]

@@ -151,7 +151,8 @@ def try_convert(trial: Trial) -> None:
     for failures in (False, True):
         samples = synthetic.flat(synthetic.graded_groups(trial, failures=failures))
         with trial.case("samples of which some have no reward" if failures else "graded samples"):
-            train_rows(trial.call(trial.args, samples), samples)
+            score = partial(Sample.score, reward_key=trial.args.reward_key)
+            train_rows(trial.call(trial.args, samples), samples, score)
 
 
 def try_post_write(trial: Trial) -> None:

@@ -63,6 +63,7 @@ def rollout_data(*, last_stage: bool = True) -> dict[str, Any]:
         "group_indices": [0, 0, 1, 1],
         "raw_reward": [1.0, 0.0, 1.0, 1.0],
         "rewards": [0.7, -0.7, 0.0, 0.0],
+        "graded": [True, True, True, True],
         "truncated": [False, True, False, False],
         "metadata": [None] * count,
         "loss_masks": [torch.ones(length, dtype=torch.int64) for length in LENGTHS],

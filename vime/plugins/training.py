@@ -26,7 +26,7 @@ def _try_before_log_probs(trial: Trial) -> None:
     from vime.plugins import synthetic_training
 
     args = trial.args.extended(role="actor")
-    for name, prefix in (("the reference", "ref_"), ("the actor", "")):
+    for name, prefix in (("the reference", "ref_"), ("the teacher", "teacher_"), ("the actor", "")):
         chunks = [synthetic_training.Stage(True, True)]
         with trial.case(name):
             read_nothing(trial.call(args, chunks, prefix))
@@ -109,8 +109,9 @@ CUSTOM_MEGATRON_BEFORE_LOG_PROB = Contract(
     flag="--custom-megatron-before-log-prob-hook-path",
     side="training",
     purpose="Prepares the model for a pass without gradients.",
-    when='On every rank before each such pass of the actor over a rollout; store_prefix is "ref_" for the reference '
-    'and "" for the policy itself: the results become ref_log_probs and log_probs. model is a list of chunks.',
+    when="On every rank before each such pass of the actor over a rollout; store_prefix says whose weights it has: "
+    '"ref_" for the reference, "teacher_" for the teacher of --opd-type megatron, and "" for the policy itself. The '
+    "results are ref_log_probs, teacher_log_probs and log_probs. model is a list of chunks.",
     arguments=("args", "model", "store_prefix"),
     returns="Nothing.",
     trial=_try_before_log_probs,

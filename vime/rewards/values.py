@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vime.rewards.equality import one_line
-from vime.types import Grade, Sample
+from vime.types import Grade, GradeStatus, InvalidSample, NotFinite, Sample, as_float
+
+Score = Callable[[Sample], float]
+"""The reward of a sample as one number; ``Sample.score`` with the run's key."""
 
 
 class RewardFailed(RuntimeError):
@@ -39,6 +42,24 @@ def set_error(sample: Sample, detail: str) -> None:
     sample.grade, sample.reward = Grade.error(one_line(detail, 500)), None
 
 
+def is_graded(sample: Sample, score: Score = Sample.score) -> bool:
+    """Whether the sample has a reward to train on. A Grade that is an error is none, and a failed sample has none."""
+    failed = sample.grade is not None and sample.grade.status is GradeStatus.ERROR
+    return sample.reward is not None and not failed and sample.ended_well and not is_not_finite(sample, score)
+
+
+def is_not_finite(sample: Sample, score: Score = Sample.score) -> bool:
+    """Whether the reward is a number that cannot be trained on. What is no number at all is told when it is used."""
+    try:
+        if sample.reward is not None:
+            score(sample)
+    except NotFinite:
+        return True
+    except InvalidSample:
+        return False
+    return False
+
+
 def to_number(value: Any) -> float:
     """A reward as a finite float; True is 1.0.
 
@@ -47,9 +68,10 @@ def to_number(value: Any) -> float:
     """
     if not isinstance(value, numbers.Real):
         raise RewardFailed(f"the reward must be a number, not {one_line(repr(value), 80)}")
-    if not math.isfinite(value):
-        raise RewardFailed(f"the reward must be finite, not {value}")
-    return float(value)
+    number = as_float(value)
+    if not math.isfinite(number):
+        raise RewardFailed(f"the reward must be finite, not {number}")
+    return number
 
 
 def _set_grade(sample: Sample, grade: Grade, reward_key: str | None) -> None:

@@ -333,6 +333,7 @@ def _convert(config: Config, hooks: Hooks, args: Args) -> Convert:
         return custom_conversion(custom, args, needs_log_probs)
     return functools.partial(
         to_rollout_batch,
+        score=functools.partial(Sample.score, reward_key=config.reward.reward_key),
         needs_log_probs=needs_log_probs,
         exclude_zero_signal=config.algorithm.exclude_zero_signal_groups,
     )

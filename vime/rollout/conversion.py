@@ -8,17 +8,20 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from vime.algorithms.rewards import has_signal
 from vime.errors import UserError
-from vime.types import GradeStatus, Group, InvalidSample, RolloutBatch, Sample, Status, TokenScores, TrainSample
+from vime.rewards.values import Score, is_graded, is_not_finite
+from vime.types import Group, InvalidSample, RolloutBatch, Sample, Status, TokenScores, TrainSample
 
 PostProcess = Callable[[list[Sample]], tuple[Sequence[float], Sequence[float]]]
 """Samples → (raw rewards, rewards to train on), equally long."""
 
 Convert = Callable[[int, Sequence[Group], PostProcess], RolloutBatch]
 """rollout_id, closed groups, post-processing → the batch; ``to_rollout_batch`` with its options."""
+
+PLACE = [0, 0]
+"""Prompt and response of a sample that has neither: the token that every vocabulary has."""
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +31,7 @@ def to_rollout_batch(
     groups: Sequence[Group],
     post_process: PostProcess,
     *,
+    score: Score = Sample.score,
     needs_log_probs: str | None = None,
     exclude_zero_signal: bool = False,
 ) -> RolloutBatch:
@@ -36,21 +40,23 @@ def to_rollout_batch(
     A sample whose grader failed has no reward: it takes no part in its group's baseline and its mask is zero, but it
     keeps its place in the batch and so in the denominator. The same holds for a sample that failed or was aborted, for
     one with an empty response, and for one whose reward is not a finite number, which is named and counted.
-    Log-probs of the engine are kept only where every sample has them.
+    Log-probs of the engine are kept only where every sample that is trained has them; the others have zeros then.
 
     Args:
+        score: reads a reward.
         needs_log_probs: the flag that cannot do without log-probs of the engine.
         exclude_zero_signal: whether groups whose processed rewards are all equal count in no denominator.
 
     Raises:
         UserError: not one sample has a reward.
-        InvalidSample: a sample breaks a rule that training relies on, or has no log-probs where they are needed.
+        InvalidSample: a sample breaks a rule that training relies on, or is to be trained and has no log-probs where
+            they are needed.
     """
     samples = sorted(itertools.chain.from_iterable(groups), key=index_of)
-    graded = [sample for sample in samples if is_graded(sample)]
+    graded = [sample for sample in samples if is_graded(sample, score)]
     if not graded:
         raise UserError(f"rollout {rollout_id}: no sample has a reward; the first: {_why_ungraded(samples)}")
-    broken = [sample for sample in samples if sample.ended_well and _is_not_finite(sample.reward)]
+    broken = [sample for sample in samples if sample.ended_well and is_not_finite(sample, score)]
     processed = dict(zip(map(index_of, graded), zip(*_checked(post_process, graded), strict=True), strict=True))
     rewards = {index: pair for index, pair in processed.items() if all(map(math.isfinite, pair))}
     broken += [sample for sample in graded if index_of(sample) not in rewards]
@@ -59,16 +65,9 @@ def to_rollout_batch(
     frozen = _with_silent_teacher([_freeze(sample, rewards.get(index_of(sample))) for sample in samples])
     if exclude_zero_signal:
         frozen = _without_zero_signal(frozen, rewards)
-    if any(sample.rollout_log_probs is None for sample in frozen):
-        if needs_log_probs is not None:
-            raise _no_log_probs(samples, needs_log_probs)
-        frozen = [dataclasses.replace(sample, rollout_log_probs=None) for sample in frozen]
+    frozen = _with_engine_log_probs(frozen, samples, needs_log_probs)
     metrics = {"rollout/nonfinite_rewards": float(len(broken))}
     return RolloutBatch(rollout_id=rollout_id, samples=tuple(frozen), metrics=metrics)
-
-
-def _is_not_finite(reward: Any) -> bool:
-    return isinstance(reward, float) and not math.isfinite(reward)
 
 
 def _without_zero_signal(
@@ -88,18 +87,32 @@ def _without_zero_signal(
     ]
 
 
-def _no_log_probs(samples: Sequence[Sample], flag: str) -> InvalidSample:
-    first = next(sample for sample in samples if sample.rollout_log_probs is None)
-    return InvalidSample(
-        f"{first.name}: it has no rollout_log_probs, and {flag} needs them of every sample; the generate function must "
-        "keep those of the engine"
-    )
+def _with_engine_log_probs(
+    frozen: Sequence[TrainSample], samples: Sequence[Sample], needed_by: str | None
+) -> list[TrainSample]:
+    """With log-probs of the engine in every sample or in none: metrics are the same for all micro-batches of a step.
+
+    Where trained samples have them, those that are not trained need none, but a place for them.
+    """
+    known = any(_known(sample) for sample in frozen)
+    missing = [sample for sample, one in zip(samples, frozen, strict=True) if one.trained_tokens and not _known(one)]
+    if missing and needed_by is not None:
+        raise InvalidSample(
+            f"{missing[0].name}: it has no rollout_log_probs, and {needed_by} needs them of every sample that is "
+            "trained; the generate function must keep those of the engine"
+        )
+    if missing and known:
+        logger.warning("%s has no rollout_log_probs: those of the whole rollout are left out", missing[0].name)
+    if missing or not (known or needed_by):
+        return [dataclasses.replace(sample, rollout_log_probs=None) for sample in frozen]
+    return [
+        sample if _known(sample) else dataclasses.replace(sample, rollout_log_probs=(0.0,) * sample.response_length)
+        for sample in frozen
+    ]
 
 
-def is_graded(sample: Sample) -> bool:
-    """Whether the sample has a reward to train on. A Grade that is an error is none, and a failed sample has none."""
-    failed = sample.grade is not None and sample.grade.status is GradeStatus.ERROR
-    return sample.reward is not None and not failed and sample.ended_well and not _is_not_finite(sample.reward)
+def _known(sample: TrainSample) -> bool:
+    return sample.rollout_log_probs is not None
 
 
 def index_of(sample: Sample) -> int:
@@ -130,18 +143,14 @@ def _checked(post_process: PostProcess, samples: list[Sample]) -> tuple[Sequence
 
 
 def _placeholder(sample: Sample) -> Sample:
-    """Keeps the place of a sample that failed or has no response: its last token stands in for the response, masked.
-
-    It has log-probs where others have some, because the metrics of a step are the same for all its micro-batches.
-    """
-    if len(sample.tokens) < 2:
-        raise InvalidSample(f"{sample.name}: it has no response and no prompt to keep its place with")
+    """Keeps the place of a sample that failed or has no response: its last token stands in for the response, masked."""
     return dataclasses.replace(
         sample,
         status=Status.COMPLETED,
+        tokens=sample.tokens if len(sample.tokens) >= 2 else PLACE,
         response_length=1,
         loss_mask=[0],
-        rollout_log_probs=None if sample.rollout_log_probs is None else [0.0],
+        rollout_log_probs=None,
         teacher_log_probs=None,
         weight_versions=[],
     )
@@ -165,6 +174,7 @@ def _freeze(sample: Sample, rewards: tuple[float, float] | None) -> TrainSample:
         weight_versions=tuple(sample.weight_versions),
         raw_reward=raw,
         reward=reward,
+        graded=rewards is not None,
         truncated=sample.truncated,
         metadata=sample.train_metadata,
         scores=TokenScores(teacher_log_probs=tuple(sample.teacher_log_probs) if sample.teacher_log_probs else None),

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vime.rollout.conversion import is_graded
+from vime.rewards.values import is_graded
 from vime.types import Group, Sample, SamplingParams, mean
 
 EvalData = Mapping[str, Mapping[str, Any]]
@@ -37,7 +37,7 @@ class EvalSet:
     def result(self, samples: list[Sample]) -> dict[str, Any]:
         """What one evaluation of the set gave. A sample whose grader failed has no reward."""
         return {
-            "rewards": [self.score(sample) for sample in samples if is_graded(sample)],
+            "rewards": [self.score(sample) for sample in samples if is_graded(sample, self.score)],
             "truncated": [sample.truncated for sample in samples],
             "samples": samples,
         }

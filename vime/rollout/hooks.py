@@ -172,7 +172,7 @@ def custom_conversion(hook: Hook, args: Any, needs_log_probs: str | None) -> Con
         samples = sorted((sample for group in groups for sample in group), key=index_of)
 
         def read(answer: Any) -> list[TrainSample]:
-            found = train_rows(answer, samples)
+            found = train_rows(answer, samples, functools.partial(Sample.score, reward_key=args.reward_key))
             if not found or len(found) % args.global_batch_size:
                 size = args.global_batch_size
                 raise WrongAnswer(f"returned {len(found)} rows, which are no multiple of --global-batch-size {size}")

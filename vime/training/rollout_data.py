@@ -56,8 +56,8 @@ def rollout_data(
     Returns:
         ``tokens`` (int64 [L]), ``loss_masks`` (int64 [T]), perhaps ``rollout_log_probs``, ``values`` (a critic's) and
         what is ``known`` (float32 [T]), each a list of N tensors on the model's device; ``total_lengths``,
-        ``response_lengths``, ``rewards``, ``raw_reward``, ``truncated``, ``sample_indices``, ``group_indices`` and
-        ``metadata``, each a list of N values.
+        ``response_lengths``, ``rewards``, ``raw_reward`` and ``graded`` (False: there is no reward, and both are 0),
+        ``truncated``, ``sample_indices``, ``group_indices`` and ``metadata``, each a list of N values.
     """
     rows, samples = Rows.of(batch), batch.samples
     device = packs[0].mask_t.device
@@ -69,6 +69,7 @@ def rollout_data(
         "group_indices": [sample.group_index for sample in samples],
         "rewards": [sample.reward for sample in samples],
         "raw_reward": [sample.raw_reward for sample in samples],
+        "graded": [sample.graded for sample in samples],
         "truncated": [sample.truncated for sample in samples],
         "metadata": [sample.metadata for sample in samples],
         "loss_masks": rows.split([pack.mask_t.long() for pack in packs]),
