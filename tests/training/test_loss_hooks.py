@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.training.harness import batch_of, config_of, make_samples, make_step, started
+from tests.training.harness import batch_of, config_of, free_port, make_samples, make_step, on_ranks, started
 from tests.training.test_step import gradients_by_hf_name, load_reference
+from vime.config import Config
 from vime.errors import UserError
 from vime.training.worker import TrainWorker
 
@@ -108,6 +110,19 @@ def not_finite(args: Any, rollout_data: dict[str, Any]) -> None:
     rollout_data["advantages"] = [torch.full(mask.shape, float("nan")) for mask in rollout_data["loss_masks"]]
 
 
+def sometimes(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **others: Any) -> Any:
+    """A metric in the larger of the two micro-batches alone."""
+    return pg_loss, None, {"rare": pg_loss, "always": pg_loss} if len(loss_masks) == 5 else {"always": pg_loss}
+
+
+def by_rank(args: Any, batch: Any, logits: Tensor, sum_of_sample_mean: Any) -> Any:
+    return logits.mean() * 0, {f"of_rank_{torch.distributed.get_rank()}": 1.0, "of_all": 1.0}
+
+
+def exploding(args: Any, batch: Any, logits: Tensor, sum_of_sample_mean: Any) -> Any:
+    return logits.mean() * (float("nan") if 3 in batch["sample_indices"] else 1.0), {}
+
+
 def no_pair(args: Any, batch: Any, logits: Tensor, sum_of_sample_mean: Any) -> Any:
     return logits.sum()
 
@@ -122,6 +137,10 @@ def raises(total_lengths: Sequence[int], response_lengths: Any, loss_masks: Any,
         (["--custom-advantage-function-path", f"{__name__}:not_finite"], "advantages[0] to values that are not finite"),
         (["--loss-type", "custom_loss", "--custom-loss-function-path", f"{__name__}:no_pair"], "(loss, metrics)"),
         (["--custom-pg-loss-reducer-function-path", f"{__name__}:raises"], "raised KeyError"),
+        (
+            ["--use-tis", "--custom-tis-function-path", f"{__name__}:sometimes"],
+            "must return the same metrics for every micro-batch; only some have train/rare",
+        ),
     ],
 )
 def test_what_goes_wrong_names_the_function(model_of: Callable[..., Path], flags: list[str], message: str) -> None:
@@ -129,3 +148,34 @@ def test_what_goes_wrong_names_the_function(model_of: Callable[..., Path], flags
         learn(model_of(), *flags)
     assert message in str(error.value)
     assert " ".join(flags[-2:]) in str(error.value)
+
+
+def refusal(rank: int, world_size: int, config: Config, port: int) -> str:
+    with started(config, rank=rank, world_size=world_size, port=port) as worker, pytest.raises(UserError) as error:
+        worker.train(batch_of(make_samples()))
+    return str(error.value)
+
+
+def test_ranks_that_report_different_metrics_are_told_instead_of_waiting_for_each_other(
+    model_of: Callable[..., Path],
+) -> None:
+    path = ["--loss-type", "custom_loss", "--custom-loss-function-path", f"{__name__}:by_rank"]
+    config = config_of(model_of(), *FLAGS, "--actor-num-gpus-per-node", "2", *path)
+    for message in on_ranks(2, refusal, config, free_port()):
+        assert "only some have train/of_rank_0, train/of_rank_1" in message
+        assert " ".join(path[-2:]) in message
+
+
+def test_samples_must_be_alike_in_what_they_carry(model_of: Callable[..., Path]) -> None:
+    samples = [dataclasses.replace(s, rollout_log_probs=None) if s.index == 2 else s for s in make_samples()]
+    with started(config_of(model_of(), *FLAGS)) as worker, pytest.raises(UserError, match="all have rollout_log_probs"):
+        worker.train(batch_of(samples, make_step(samples, *PACKS)))
+
+
+def test_a_loss_that_is_not_finite_names_the_samples_of_its_micro_batch(
+    model_of: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = ["--loss-type", "custom_loss", "--custom-loss-function-path", f"{__name__}:exploding"]
+    metrics, _ = learn(model_of(), *path)
+    assert metrics["train/skipped_steps"] == 1
+    assert caplog.text.rstrip().endswith("not finite: the loss of sample 3, 0, 5")

@@ -252,3 +252,27 @@ def test_a_folder_without_the_layer_is_told(model_of: Callable[..., Path], tmp_p
     trained = config_of(folder, "--fp32", *TRAINED)
     with pytest.raises(UserError, match=r"missing tensors: model\.layers\.2\.enorm"), started(trained):
         pass
+
+
+def test_a_skipped_step_names_the_samples_that_the_draft_layer_fails_on(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = distinct_samples()
+    with started(config_of(model, "--fp32", *TRAINED)) as worker:
+        ((_, parameter),) = [
+            named for chunk in worker.chunks for named in chunk.named_parameters() if "enorm.weight" in named[0]
+        ]
+        parameter.data.fill_(float("nan"))
+        (metrics,) = worker.train(batch_of(samples, make_step(samples, (0, 1), range(2, 8)))).steps
+    assert metrics["train/skipped_steps"] == 1
+    assert "not finite: the loss of sample" in caplog.text
+
+
+def test_every_norm_of_a_skipped_step_is_told(
+    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms = {"grad_norm": 1.5, "mtp_grad_norm": float("nan")}
+    monkeypatch.setattr("vime.training.step.apply_gradients", lambda optimizer: (False, norms))
+    with started(config_of(model, "--fp32", *TRAINED)) as worker:
+        worker.train(batch_of(distinct_samples()))
+    assert "grad_norm 1.5, mtp_grad_norm nan" in caplog.text

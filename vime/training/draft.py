@@ -6,6 +6,7 @@ mask, by samples or by tokens. As nothing but the draft layer learns of it, the 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from vime.algorithms import reduce
-from vime.training.loss import Partial
+from vime.training.loss import Partial, not_finite
 from vime.training.model import draft_of
 from vime.training.packing import MicroBatch
 from vime.training.step import Objective, gather_parameters
@@ -45,9 +46,12 @@ class DraftObjective(Generic[G]):
 
     def loss(self, output: Tensor, batch: MicroBatch, given: G, mean: reduce.Reduction) -> tuple[Tensor, Partial]:
         value, partial = self.objective.loss(output, batch, given, mean)
-        draft = mean(-draft_of(output))
+        losses_t = -draft_of(output)
+        draft, suspects_n = mean(losses_t), not_finite(losses_t.detach(), batch)
+        if partial.suspects_n is not None:
+            suspects_n |= partial.suspects_n
         sums = partial.sums | {"train/mtp_loss": draft.detach()}
-        return value + self.coef * draft, Partial(sums, partial.maxima)
+        return value + self.coef * draft, dataclasses.replace(partial, sums=sums, suspects_n=suspects_n)
 
 
 @contextmanager

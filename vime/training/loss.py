@@ -6,9 +6,10 @@ micro-batches and ranks gives exactly the value of the step.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,10 +22,14 @@ from vime.algorithms.policy_loss import ClipRange
 from vime.algorithms.ratio import log_ratio
 from vime.config import Config
 from vime.config.sections import OffPolicy
+from vime.plugins import Hook
 from vime.training.logprobs import TokenLogProbs
 from vime.training.model import answer_of, run
 from vime.training.packing import MicroBatch
 from vime.types import InvalidSample
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 __all__ = [
     "Given",
@@ -34,11 +39,23 @@ __all__ = [
     "importance_sampling",
     "no_log_probs",
     "not_finite",
+    "of_trained_tokens",
     "policy_objective",
 ]
 
-Correct: TypeAlias = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Mapping[str, Tensor]]]
-"""Loss [T], the trainer's log-probs [T] and micro-batch → the corrected loss, and what is worth watching of tokens."""
+D = TypeVar("D", bound="DataclassInstance")
+
+
+class Correct(Protocol):
+    """A custom function in place of the importance weights."""
+
+    @property
+    def hook(self) -> Hook: ...
+
+    def __call__(self, loss_t: Tensor, trainer_t: Tensor, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Loss [T], the trainer's log-probs [T] and micro-batch → the corrected loss, and what is worth watching of
+        tokens."""
+
 
 MakeMean: TypeAlias = Callable[[MicroBatch, reduce.Reduction], Callable[[Tensor], Tensor]]
 """Micro-batch and the usual mean → the mean of the policy loss."""
@@ -115,6 +132,7 @@ class Partial:
     sums: dict[str, Tensor]  # to be added up
     maxima: dict[str, Tensor]
     suspects_n: Tensor | None = None  # bool, the samples whose loss is not finite
+    hook: Hook | None = None  # the custom function that named some of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +157,7 @@ def policy_objective(
     answer: TokenLogProbs, batch: MicroBatch, given: Given, mean: reduce.Reduction, settings: LossSettings
 ) -> tuple[Tensor, Partial]:
     """This micro-batch's part of ``mean(L) - entropy_coef mean(H) + kl_coef mean(KL)``, and of the metrics."""
+    batch, given = of_trained_tokens(batch, batch.mask_t), of_trained_tokens(given, batch.mask_t)
     terms = _Terms(answer, batch, given, settings)
     policy, entropy = terms.policy(), answer.entropy_t
     pg_loss, entropy_loss, every = _policy_mean(batch, mean, settings)(policy), mean(entropy), policy + entropy
@@ -154,7 +173,8 @@ def policy_objective(
         sums["train/opd_kl"] = mean(given.teacher_gap_t)
     sums["train/nonfinite_samples"] = torch.tensor(float(given.dropped), device=loss.device)
     sums = {name: value.detach() for name, value in sums.items()}
-    return loss, Partial(sums, terms.maxima, not_finite(every.detach(), batch))
+    hook = None if settings.correct is None else settings.correct.hook
+    return loss, Partial(sums, terms.maxima, not_finite(every.detach(), batch), hook)
 
 
 def no_log_probs(flag: str, batch: MicroBatch) -> InvalidSample:
@@ -165,6 +185,17 @@ def no_log_probs(flag: str, batch: MicroBatch) -> InvalidSample:
 def not_finite(values_t: Tensor, batch: MicroBatch) -> Tensor:
     """The samples that have a trained token at which the value is not finite, bool [N]."""
     return reduce.segment_sum((~values_t.isfinite() & batch.mask_t).long(), batch.lengths_n) > 0
+
+
+def of_trained_tokens(known: D, mask_t: Tensor) -> D:
+    """The same with 0 for every float of a token that is not trained (fields ``…_t``, [T]).
+
+    Nobody looks at the loss of such a token, but its derivative, which is then 0, is multiplied by what is known of the
+    token: a single NaN there would be one in every weight.
+    """
+    values = {field.name: getattr(known, field.name) for field in dataclasses.fields(known)}
+    floats = {n: x for n, x in values.items() if n.endswith("_t") and x is not None and x.is_floating_point()}
+    return dataclasses.replace(known, **{name: x.masked_fill(~mask_t, 0.0) for name, x in floats.items()})
 
 
 def _policy_mean(batch: MicroBatch, mean: reduce.Reduction, settings: LossSettings) -> Callable[[Tensor], Tensor]:

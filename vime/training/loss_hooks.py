@@ -17,7 +17,7 @@ from vime.algorithms import reduce
 from vime.config import Args
 from vime.plugins import Hook, WrongAnswer
 from vime.plugins.losses import read_correction, read_loss, read_mean
-from vime.training.loss import Given, Partial
+from vime.training.loss import Given, Partial, of_trained_tokens
 from vime.training.model import run
 from vime.training.packing import MicroBatch
 
@@ -94,15 +94,19 @@ class CustomObjective:
         return run(chunk, batch, 1.0, logits=True)
 
     def loss(self, output: Tensor, batch: MicroBatch, given: Given, mean: reduce.Reduction) -> tuple[Tensor, Partial]:
+        """No loss of a single sample is known: where the whole is not finite, all of the micro-batch are suspects."""
+
         def sum_of_sample_mean(values_t: Tensor) -> Tensor:
             return mean(values_t) * mean.denominator
 
+        batch, given = of_trained_tokens(batch, batch.mask_t), of_trained_tokens(given, batch.mask_t)
         total, metrics = self.hook.call(
             self.args, _seen(batch, given), output, sum_of_sample_mean, about=_about(batch), read=read_loss
         )
         loss = total.reshape(()).float() / mean.denominator
         sums = {name: value.detach().reshape(()).float() / mean.denominator for name, value in metrics.items()}
-        return loss, Partial({**sums, "train/loss": loss.detach()}, {})
+        suspects_n = (~loss.detach().isfinite()).expand(len(batch.indices))
+        return loss, Partial({**sums, "train/loss": loss.detach()}, {}, suspects_n, self.hook)
 
 
 def _seen(batch: MicroBatch, given: Given) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from vime.algorithms import reduce
 from vime.algorithms.sft import sft_loss
 from vime.training.forward import run_schedule
-from vime.training.loss import Given, Partial
+from vime.training.loss import Given, Partial, not_finite
 from vime.training.model import answer_of, run
 from vime.training.model_worker import Clock
 from vime.training.packing import MicroBatch
@@ -37,9 +37,10 @@ class SftObjective:
     def loss(self, output: Tensor, batch: MicroBatch, given: Given, mean: reduce.Reduction) -> tuple[Tensor, Partial]:
         """This micro-batch's part of ``mean(-log π)``, and of the metrics."""
         answer = answer_of(output)
-        loss = mean(sft_loss(answer.log_probs_t))
+        losses_t = sft_loss(answer.log_probs_t)
+        loss = mean(losses_t)
         sums = {"train/loss": loss.detach(), "train/entropy_loss": mean(answer.entropy_t).detach()}
-        return loss, Partial(sums, {})
+        return loss, Partial(sums, {}, not_finite(losses_t.detach(), batch))
 
 
 class SftWorker(TrainWorker):

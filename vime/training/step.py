@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from vime.algorithms import reduce
+from vime.errors import UserError
+from vime.plugins import WrongAnswer
 from vime.training.forward import run_schedule
 from vime.training.loss import Partial
 from vime.training.optimizer import is_draft
@@ -79,8 +82,8 @@ class Learner(Generic[G]):
         if updated:
             self.scheduler.step(increment=1)
         else:
-            norm, suspects = norms["grad_norm"], _suspects(work, parts)
-            logger.warning("%s skipped: loss %s, gradient norm %s%s", name, loss, norm, suspects)
+            found = ", ".join(f"{what} {norm}" for what, norm in norms.items())
+            logger.warning("%s skipped: loss %s, %s%s", name, loss, found, _suspects(work, parts))
         return metrics | {
             **{f"{self.prefix}{each}": norm for each, norm in norms.items()},
             f"{self.prefix}lr": learning_rate,
@@ -186,7 +189,11 @@ def total(parts: Sequence[Partial]) -> dict[str, float]:
     """Adds up the parts of all micro-batches and data-parallel ranks; the last pipeline stage tells the others.
 
     Context-parallel ranks have the same parts, which count once.
+
+    Raises:
+        UserError: they are not of the same metrics, of which a custom function can name some.
     """
+    _check_names(parts)
     sums = _combined([part.sums for part in parts], torch.sum, dist.ReduceOp.SUM)
     maxima = _combined([part.maxima for part in parts], torch.amax, dist.ReduceOp.MAX)
     message = [sums | maxima]
@@ -196,8 +203,38 @@ def total(parts: Sequence[Partial]) -> dict[str, float]:
     return message[0]
 
 
+def _check_names(parts: Sequence[Partial]) -> None:
+    """All micro-batches of all data-parallel ranks must have the same metrics, or their sums would be wrong or never
+    come. Two numbers go over the wire, unless something is wrong."""
+    if not parts:
+        return
+    group, kinds = parallel_state.get_data_parallel_group(), sorted({_names(part) for part in parts})
+    digest = int.from_bytes(hashlib.sha256(repr(kinds).encode()).digest()[:6])
+    extremes = torch.tensor([digest, -digest], device=_device(parts[0]))
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    largest, negated_smallest = extremes.tolist()
+    if len(kinds) == 1 and largest == -negated_smallest:
+        return
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, kinds, group=group)
+    every = [set(names) for kinds in ranks for names in kinds]
+    uneven = ", ".join(sorted(set.union(*every) - set.intersection(*every)))
+    if parts[0].hook is not None:
+        wrong = WrongAnswer(f"must return the same metrics for every micro-batch; only some have {uneven}")
+        raise parts[0].hook.failure(wrong, "one step")
+    raise UserError(f"only some micro-batches have {uneven}: samples must all have rollout_log_probs, or none")
+
+
+def _names(part: Partial) -> tuple[str, ...]:
+    return tuple(sorted(part.sums | part.maxima))
+
+
+def _device(part: Partial) -> torch.device:
+    return next(iter(part.sums.values())).device
+
+
 def _combined(parts: Sequence[dict[str, Tensor]], combine: Callable[..., Tensor], operation: Any) -> dict[str, float]:
-    """Every rank of the stage has the same names, because all samples of a rollout are alike in what they carry."""
+    """Every rank of the stage has the same names."""
     if not parts or not parts[0]:
         return {}
     names = list(parts[0])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vime.algorithms import reduce
 from vime.algorithms.value_loss import value_loss
-from vime.training.loss import Partial, not_finite
+from vime.training.loss import Partial, not_finite, of_trained_tokens
 from vime.training.packing import MicroBatch
 from vime.training.value_model import values_of_chunk
 
@@ -38,6 +38,7 @@ class ValueObjective:
         return values_of_chunk(chunk, batch)
 
     def loss(self, output: Tensor, batch: MicroBatch, given: Goal, mean: reduce.Reduction) -> tuple[Tensor, Partial]:
+        given = of_trained_tokens(given, batch.mask_t)
         found = value_loss(output, given.old_values_t, given.returns_t, clip=self.clip)
         loss = mean(found.loss_t)
         sums = {
