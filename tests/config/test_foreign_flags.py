@@ -24,11 +24,11 @@ def test_only_what_the_user_gave_is_kept(flags):
 
 
 def test_vllm_flags_have_a_prefix_and_keep_their_kind(flags):
-    words = "--vllm-gpu-memory-utilization 0.7 --vllm-max-num-seqs 8 --vllm-dtype float32 --vllm-enforce-eager"
+    words = "--vllm-gpu-memory-utilization 0.7 --vllm-max-num-seqs 8 --vllm-dtype bfloat16 --vllm-enforce-eager"
     assert parse_config(flags(*words.split())).vllm == {
         "gpu_memory_utilization": 0.7,
         "max_num_seqs": 8,
-        "dtype": "float32",
+        "dtype": "bfloat16",
         "enforce_eager": True,
     }
 

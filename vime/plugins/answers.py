@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from vime.plugins.contract import WrongAnswer, shown
 from vime.types import Group, InvalidSample, Sample, Status
+
+if TYPE_CHECKING:
+    import numpy as np
 
 EvalData = Mapping[str, Mapping[str, Any]]
 """Name of the set → {"rewards": …, "truncated": …, "samples": …}."""
@@ -112,6 +113,8 @@ class Kept:
 
 def kept_group(answer: Any) -> Kept:
     """What a dynamic sampling filter says: a bool, or an object with ``keep`` and perhaps the other fields of Kept."""
+    import numpy as np  # the contracts are read where flags are explained, which has no use for it
+
     keep = getattr(answer, "keep", answer)
     if not isinstance(keep, bool | np.bool_):
         raise WrongAnswer(f"must return True or False, or an object with keep, not {shown(answer)}")
@@ -159,6 +162,8 @@ def new_groups(answer: Any, wanted: int) -> list[Group]:
 
 def numbers(values: Any, name: str, length: int | None = None) -> list[float]:
     """Finite numbers, ``length`` of them if that is given."""
+    import numpy as np
+
     if isinstance(values, str | Mapping) or not hasattr(values, "__iter__"):
         raise WrongAnswer(f"must give {name} as a list of numbers, not {shown(values)}")
     array = _array(values)
@@ -174,6 +179,8 @@ def numbers(values: Any, name: str, length: int | None = None) -> list[float]:
 
 def _array(values: Any) -> np.ndarray[Any, Any] | None:
     """Plain numbers as an array, without a look at each."""
+    import numpy as np
+
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError):
