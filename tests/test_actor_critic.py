@@ -80,9 +80,9 @@ async def test_on_the_same_devices_each_has_its_turn() -> None:
     ]
 
 
-@pytest.mark.parametrize(("critic_only", "learns"), [(0, True), (1, True), (2, False)])
-async def test_the_actor_does_not_learn_in_the_first_rollouts(critic_only: int, learns: bool) -> None:
+@pytest.mark.parametrize(("actor_from", "learns"), [(0, True), (1, True), (2, False)])
+async def test_the_actor_does_not_learn_in_the_first_rollouts(actor_from: int, learns: bool) -> None:
     """This is the second rollout."""
-    calls, result, _, _ = await trained(critic_only=critic_only)
+    calls, result, _, _ = await trained(actor_from=actor_from)
     assert ("actor starts" in calls) == learns
     assert result.steps[0].keys() == ({"train/critic", "train/actor"} if learns else {"train/critic"})

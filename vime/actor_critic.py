@@ -25,7 +25,7 @@ class ActorCritic:
 
     Args:
         actor_scores: whether advantages depend on the actor's log-probs.
-        critic_only: rollouts, from the first on, in which the actor does not learn.
+        actor_from: the first rollout in which the actor learns too.
         share_devices: whether the models take turns; otherwise they compute at the same time.
     """
 
@@ -35,11 +35,11 @@ class ActorCritic:
         critic: ScoringTrainer,
         *,
         actor_scores: bool,
-        critic_only: int = 0,
+        actor_from: int = 0,
         share_devices: bool = False,
     ) -> None:
         self._actor, self._critic = actor, critic
-        self._actor_scores, self._critic_only = actor_scores, critic_only
+        self._actor_scores, self._actor_from = actor_scores, actor_from
         self._run = _in_turn if share_devices else _at_once
 
     async def train(self, batch: RolloutBatch) -> TrainResult:
@@ -48,7 +48,7 @@ class ActorCritic:
         for scores in await self._run([partial(model.score, batch) for model in scoring]):
             batch = batch.with_scores(scores)
         # the critic has just had its turn; and after the last one, the actor's weights are where the engines get them
-        learning = [self._critic] if batch.rollout_id < self._critic_only else [self._critic, self._actor]
+        learning = [self._critic] if batch.rollout_id < self._actor_from else [self._critic, self._actor]
         return _joined(await self._run([partial(model.train, batch) for model in learning]))
 
 

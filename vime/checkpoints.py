@@ -97,7 +97,7 @@ class CheckpointStore:
         work, final = self._work(rollout_id), self._folder(rollout_id)
         if state is not None:
             (work / STATE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
-        _sync_files(work)
+        _sync_below(work)
         _write_durably(work / COMPLETE, "")
         _sync_folder(work)
         if final.exists():
@@ -247,9 +247,12 @@ def _write_durably(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_files(folder: Path) -> None:
+def _sync_below(folder: Path) -> None:
+    """Files, and the folders that name them: those of critic and reference are inside."""
     for path in folder.rglob("*"):
-        if path.is_file():
+        if path.is_dir():
+            _sync_folder(path)
+        elif path.is_file():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
 

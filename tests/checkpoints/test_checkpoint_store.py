@@ -51,6 +51,30 @@ def test_resume_continues_after_the_saved_rollout_with_its_state(tmp_path: Path)
     assert not point.weights_only
 
 
+def test_every_file_and_folder_is_on_the_disk_before_the_marker_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the folders of critic and reference, and what lies in them."""
+    synced: list[str] = []
+    sync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    store = CheckpointStore(tmp_path)
+    work = store.begin(1)
+    for name in ("critic", "ref"):
+        (work / name / "inside").mkdir(parents=True)
+        (work / name / "inside" / f"{name} weights").touch()
+    synced.clear()
+    store.commit(1, {})
+    expected = {"critic", "ref", "inside", "critic weights", "ref weights", STATE}
+    assert expected <= set(synced[: synced.index(COMPLETE)])
+    assert synced.index(COMPLETE) < synced.index(work.name), "the folder has the marker"
+
+
 def test_ckpt_step_picks_an_older_one_and_the_next_save_is_the_new_latest(tmp_path: Path) -> None:
     for rollout_id in (3, 6):
         save(tmp_path, rollout_id, cursor=rollout_id)

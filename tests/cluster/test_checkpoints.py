@@ -9,6 +9,7 @@ import pytest
 
 from vime.checkpoints import CRITIC, CheckpointStore
 from vime.cluster.checkpoints import CriticCheckpoints, GroupCheckpoints
+from vime.cluster.critic import FIRST_ROLLOUT, first_rollout
 
 
 class Model:
@@ -74,3 +75,16 @@ async def test_a_failure_in_between_leaves_the_checkpoint_before(tmp_path: Path,
         own = CheckpointStore(tmp_path / "critic").resolve(point.iteration)
         assert own is not None and own.state is not None
         assert own.state["id"] == point.state[CRITIC]["id"]
+
+
+@pytest.mark.parametrize(
+    ("start", "resumed", "first"),
+    [
+        (0, None, 0),
+        (100, None, 100),  # the actor goes on from a run without a critic
+        (105, {FIRST_ROLLOUT: 100}, 100),
+        (5, {}, 0),
+    ],
+)
+def test_rollouts_of_a_critic_count_from_its_own_first(start: int, resumed: dict[str, Any] | None, first: int) -> None:
+    assert first_rollout(start, resumed) == first

@@ -156,6 +156,22 @@ def test_a_critic_learns_what_answers_earn(model_of: Callable[..., Path]) -> Non
     assert found[-1]["train/critic_loss"] < 0.1 * found[0]["train/critic_loss"]
 
 
+def test_a_critic_forgets_its_moments_too(model_of: Callable[..., Path]) -> None:
+    found = {}
+    for flags in ([], ["--reset-optimizer-states"]):
+        with started_critic(config_of(model_of(), "--fp32", *PPO, "--lr", "1e-3", *flags)) as worker:
+            learn(worker, batch_of(make_samples()))
+            states = [
+                state["exp_avg"]
+                for part in worker.optimizer.chained_optimizers
+                for state in part.optimizer.state.values()
+                if "exp_avg" in state
+            ]
+            found[bool(flags)] = sum(float(moment.abs().sum()) for moment in states)
+    assert found[False] > 0
+    assert found[True] == 0
+
+
 @pytest.mark.parametrize("removed", [0, 2], ids=["all trained", "samples without a trained token"])
 def test_explained_variance_is_that_of_the_trained_tokens(model_of: Callable[..., Path], removed: int) -> None:
     """With --calculate-per-token-loss every token counts once, and the returns are the rewards (λ = γ = 1)."""

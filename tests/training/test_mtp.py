@@ -17,6 +17,7 @@ from tests.tiny import add_mtp_layer, make_model
 from tests.training.harness import batch_of, config_of, make_samples, make_step, started
 from tests.training.layouts import whole_gradients, whole_tensors
 from vime.errors import UserError
+from vime.models import weight_map
 from vime.training.convert import hf_to_torch_dist, torch_dist_to_hf
 from vime.types import TrainSample
 
@@ -123,7 +124,11 @@ def test_loss_and_gradient_are_those_of_plain_pytorch(model: Path, tmp_path: Pat
     flags += ["--mtp-loss-scaling-factor", str(coef), *(["--calculate-per-token-loss"] if per_token else [])]
     with started(config_of(model, *flags)) as worker:
         (metrics,) = worker.train(batch_of(samples, make_step(samples, (0, 1, 2, 3), (4, 5, 6, 7)))).steps
-        gradients = {name: tensor for name, tensor in whole_gradients(worker).items() if name.startswith(LAYER)}
+        gradients = {
+            name: tensor
+            for name, tensor in whole_gradients(worker, weight_map(worker.shape)).items()
+            if name.startswith(LAYER)
+        }
     reference = Reference(model, tmp_path / "deeper")
     loss = reference.loss(samples, temperature, per_token=per_token)
     (coef * loss).backward()
@@ -153,7 +158,9 @@ def learned(model: Path, *flags: str) -> tuple[list[dict[str, float]], Tensors]:
     ]
     with started(config_of(model, *settings, *flags)) as worker:
         metrics = worker.train(batch_of(samples, *steps)).steps
-        return [{k: v for k, v in each.items() if not k.startswith("perf/")} for each in metrics], whole_tensors(worker)
+        return [{k: v for k, v in each.items() if not k.startswith("perf/")} for each in metrics], whole_tensors(
+            worker, weight_map(worker.shape)
+        )
 
 
 def test_the_policy_learns_to_the_last_bit_what_it_learns_without(model: Path) -> None:
@@ -182,7 +189,7 @@ def test_an_export_has_the_trained_layer_and_current_copies(
         worker.save_hf(tmp_path / "before")
         worker.train(batch_of(samples))
         worker.save_hf(tmp_path / "after")
-        sent = whole_tensors(worker)
+        sent = whole_tensors(worker, weight_map(worker.shape))
     assert_same_bits(weights_of(tmp_path / "before"), weights_of(origin))
     before, after = weights_of(origin), weights_of(tmp_path / "after")
     assert after.keys() == before.keys()
@@ -206,7 +213,7 @@ def test_a_folder_without_copies_gets_none(tmp_path: Path) -> None:
 
 def test_without_training_the_layer_is_carried_along(model: Path, tmp_path: Path) -> None:
     with started(config_of(model, "--fp32", "--lr", "1e-2", "--mtp-num-layers", "1")) as worker:
-        assert not [name for name in whole_tensors(worker) if name.startswith(LAYER)]
+        assert not [name for name in whole_tensors(worker, weight_map(worker.shape)) if name.startswith(LAYER)]
         (metrics,) = worker.train(batch_of(distinct_samples())).steps
         worker.save_hf(tmp_path / "out")
     before, after = weights_of(model), weights_of(tmp_path / "out")
@@ -230,7 +237,7 @@ def test_training_starts_from_a_converted_checkpoint(latent_model: Path, tmp_pat
     there = ["--hf-checkpoint", str(latent_model), "--save", str(tmp_path / "there"), "--mtp-num-layers", "1"]
     hf_to_torch_dist(there)
     with started(config_of(latent_model, "--bf16", *TRAINED, "--ref-load", str(tmp_path / "there"))) as worker:
-        found = whole_tensors(worker)
+        found = whole_tensors(worker, weight_map(worker.shape))
     assert_same_bits(found, {name: t.float() for name, t in weights_of(latent_model).items() if name not in COPIES})
 
 

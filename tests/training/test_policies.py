@@ -57,6 +57,25 @@ def test_the_old_policy_is_the_one_that_sampled_however_far_training_has_gone(mo
             assert metrics["rollout/log_probs"] == pytest.approx(second, abs=1e-5), "the nearest that is kept"
 
 
+def test_weights_that_stay_as_they_are_are_kept_once(model_of: Callable[..., Path]) -> None:
+    """As while only a critic learns: the engines get the same weights again and again, and nobody uses the copies."""
+    with started(config_of(model_of(), *LEARN, "--keep-old-actor")) as worker:
+        for _ in range(3):
+            worker.export_weights()
+        expected = mean_log_prob(worker, sampled_by(3))
+        assert [name for name in worker._weight_sets._sets if name.startswith("sampled")] == ["sampled by version 1"]
+        for version in (2, 3):
+            (metrics,) = worker.train(batch_of(sampled_by(version))).steps
+            assert metrics["rollout/log_probs"] == pytest.approx(expected, abs=1e-5)
+        worker.export_weights()
+        assert [name for name in worker._weight_sets._sets if name.startswith("sampled")] == [
+            "sampled by version 1",
+            "sampled by version 4",
+        ]
+        worker.train(batch_of(sampled_by(4)))
+        assert "sampled by version 1" not in worker._weight_sets
+
+
 def test_versions_go_on_where_a_resumed_run_left_them(model_of: Callable[..., Path], tmp_path: Path) -> None:
     flags = [*LEARN, "--keep-old-actor", "--load", str(tmp_path), "--save", str(tmp_path)]
     with started(config_of(model_of(), *flags)) as worker:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from vime.actor_critic import ActorCritic
 from vime.checkpoints import CheckpointStore
 from vime.cluster.actors import CriticActor
@@ -13,7 +16,10 @@ from vime.cluster.turns import Guest, Turns
 from vime.config import Config
 from vime.config.roles import critic_config
 
-__all__ = ["Critic"]
+__all__ = ["FIRST_ROLLOUT", "Critic", "first_rollout"]
+
+FIRST_ROLLOUT = "critic_first_rollout"
+"""What a checkpoint calls it."""
 
 
 class Critic:
@@ -36,21 +42,37 @@ class Critic:
 
     async def start(self) -> None:
         """Builds and loads the model; on shared devices it then makes room for the actor."""
-        await self._group.start()
+        info = await self._group.start()
+        self.is_new = info.resumed_from is None
         if isinstance(self._model, Guest):
             await self._model.started()
 
-    def with_actor(self) -> ActorCritic:
-        """What the training loop trains."""
+    def with_actor(self, first_rollout: int) -> ActorCritic:
+        """What the training loop trains.
+
+        Args:
+            first_rollout: of the critic.
+        """
         hooks = self._config.hooks
         return ActorCritic(
             self._turns,
             self._model,
             actor_scores=self._config.algorithm.kl_coef != 0 or hooks.custom_advantage_function_path is not None,
-            critic_only=self._config.critic.num_critic_only_steps,
+            actor_from=first_rollout + self._config.critic.num_critic_only_steps,
             share_devices=self.shares_devices,
         )
 
     async def stop(self) -> None:
         """Never raises."""
         await self._group.stop()
+
+
+def first_rollout(start: int, resumed: Mapping[str, Any] | None) -> int:
+    """The first rollout that a critic learns from, or has learnt from, which need not be the run's: an actor that has
+    learnt without one can go on with one.
+
+    Args:
+        start: where the run starts now.
+        resumed: what the checkpoint says that the critic goes on from; None: it is new.
+    """
+    return start if resumed is None else int(resumed.get(FIRST_ROLLOUT, 0))

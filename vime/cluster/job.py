@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from vime.cluster.checkpoints import CriticCheckpoints
-from vime.cluster.critic import Critic
+from vime.cluster.critic import FIRST_ROLLOUT, Critic, first_rollout
 from vime.cluster.engine_group import EngineGroup
 from vime.cluster.memory import MemoryLedger
 from vime.cluster.placement import Placement
@@ -96,7 +97,7 @@ class Job(TrainingJob):
 
     @property
     def learner(self) -> Trainer:
-        return self.turns if self._critic is None else self._critic.with_actor()
+        return self.turns if self._critic is None else self._critic.with_actor(self._critic_first_rollout)
 
     async def _start_models(self) -> None:
         if self._critic is None:
@@ -106,6 +107,12 @@ class Job(TrainingJob):
             await self._start_trainer()
         else:
             await together([self._critic.start(), self._start_trainer()])
+        if self._critic is not None:
+            self._critic_first_rollout = first_rollout(self._start, None if self._critic.is_new else self._state)
+
+    def _driver_state(self, rollout_id: int) -> dict[str, Any]:
+        of_critic = {} if self._critic is None else {FIRST_ROLLOUT: self._critic_first_rollout}
+        return super()._driver_state(rollout_id) | of_critic
 
     def _critic_checkpoints(self) -> CriticCheckpoints | None:
         return None if self._critic is None else self._critic.checkpoints

@@ -26,6 +26,7 @@ from vime.training.hooks import TrainHooks
 from vime.training.layers.attention import tree_tokens
 from vime.training.ledger import held_bytes
 from vime.training.offload import Offloader, Part
+from vime.training.optimizer_kind import forget_moments
 from vime.training.packing import MicroBatch, Packer
 from vime.training.parallel import connect, context_part, disconnect, pack_multiple
 from vime.training.records import StartInfo
@@ -126,6 +127,8 @@ class ModelWorker(ABC, Generic[G]):
                 for i, (packed, step) in enumerate(zip(steps, train_steps, strict=True))
             ]
             gather_parameters(self.chunks)
+        if self.config.algorithm.reset_optimizer_states:
+            forget_moments(self.optimizer)
         tokens = torch.tensor(float(sum(sample.total_length for sample in batch.samples)), dtype=torch.float64)
         metrics[-1] |= clock.metrics(self.role, float(sum_over_data_parallel(tokens)))
         return TrainResult(steps=tuple(metrics), seconds=clock.seconds, memory=self._memory())

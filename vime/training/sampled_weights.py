@@ -12,10 +12,10 @@ __all__ = ["SampledWeights"]
 
 
 class SampledWeights:
-    """Copies of the actor by weight version, in host memory.
+    """Copies of the actor by weight version, in host memory; versions of the same weights share one.
 
     Between two syncs there is one. Where the next rollout is sampled while this one is trained on, there are two: those
-    that the batch comes from, and those that the engines have by now.
+    that the batch comes from, and those that the engines have by now. While the actor does not learn, there is one.
 
     Args:
         version: of the engines before the next export.
@@ -23,13 +23,20 @@ class SampledWeights:
 
     def __init__(self, sets: WeightSets, version: WeightVersion) -> None:
         self._sets, self._version = sets, version
-        self._kept: list[WeightVersion] = []
+        self._kept: list[WeightVersion] = []  # of each set the first version that has it
+        self._is_kept = False  # whether the newest set has the present weights
 
     def exported(self) -> None:
         """The engines get the present weights, as the next version."""
         self._version += 1
-        self._sets.keep(_name(self._version))
-        self._kept.append(self._version)
+        if not self._is_kept:
+            self._sets.keep(_name(self._version))
+            self._kept.append(self._version)
+            self._is_kept = True
+
+    def moved(self) -> None:
+        """The present weights have become others."""
+        self._is_kept = False
 
     @contextmanager
     def use(self, version: WeightVersion | None) -> Iterator[None]:
@@ -41,11 +48,8 @@ class SampledWeights:
         if not self._kept:
             yield
             return
-        oldest, newest = self._kept[0], self._kept[-1]
-        chosen = newest if version is None else min(max(version, oldest), newest)
-        for old in [kept for kept in self._kept if kept < chosen]:
-            self._sets.drop(_name(old))
-            self._kept.remove(old)
+        while len(self._kept) > 1 and (version is None or self._kept[1] <= version):
+            self._sets.drop(_name(self._kept.pop(0)))
         with self._sets.use(_name(self._kept[0])):
             yield
 

@@ -32,7 +32,6 @@ from vime.training.model_worker import (
     some_checkpoint,
     sum_over_data_parallel,
 )
-from vime.training.optimizer_kind import forget_moments
 from vime.training.outlet import WeightOutlet
 from vime.training.packing import MicroBatch
 from vime.training.records import Export
@@ -62,11 +61,11 @@ class TrainWorker(ModelWorker[Given]):
 
     def train(self, batch: TrainBatch) -> TrainResult:
         result = super().train(batch)
+        if self._sampled is not None:
+            self._sampled.moved()
         interval = self.config.algorithm.ref_update_interval
         if interval is not None and (batch.rollout_id + 1) % interval == 0:
             self._weight_sets.keep(REFERENCE)
-        if self.config.algorithm.reset_optimizer_states:
-            forget_moments(self.optimizer)
         return result
 
     def save(self, directory: Path | str) -> None:
