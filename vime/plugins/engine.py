@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from vime.serving import answers
-
 PATH = "/inference/v1/generate"
 LENGTH = 5
 """Tokens of an answer, unless max_tokens are fewer."""
@@ -35,6 +33,8 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
+        from vime.serving import answers  # needs NumPy; the contracts are read where flags are explained
+
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.path != PATH:
             self._answer(404, _error(f"the synthetic engine of check-plugin answers POST {PATH} alone"))
@@ -71,6 +71,8 @@ class _Handler(BaseHTTPRequestHandler):
 def packed_generation(length: int, *, ended: bool) -> bytes:
     """The same as ``generation`` for clients that accept packed numbers, as ours does."""
     tokens, log_probs = list(range(40, 40 + length)), [-0.5] * length
+    from vime.serving import answers
+
     return answers.encode(tokens, log_probs, [{"version": "1", "start": 0, "end": length}], _reason(ended))
 
 
