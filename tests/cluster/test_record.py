@@ -1,12 +1,15 @@
 """The command that resumes a run."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
-from vime.cluster.record import _replaced, resume_command
+from vime.checkpoints import CheckpointStore
+from vime.cluster.record import _replaced, _resume_point, resume_command
 from vime.config import parse_config
 from vime.config.config import Config
+from vime.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -19,6 +22,16 @@ from vime.config.config import Config
 )
 def test_a_flag_is_replaced_whatever_its_form(words, expected):
     assert _replaced(words, {"--load": "new"}) == expected
+
+
+def test_the_root_of_a_critic_is_no_run_to_go_on_from(tmp_path, config_with):
+    store = CheckpointStore(tmp_path / "critic")
+    store.begin(3)
+    store.commit(3, {"id": "0"})
+    config = config_with("run")
+    config = replace(config, checkpoint=replace(config.checkpoint, load=str(store.root)))
+    with pytest.raises(UserError, match=r"^--load .*critic: that is the root of a critic; give it as --critic-load$"):
+        _resume_point(config)
 
 
 def test_there_is_nothing_to_resume_without_save(monkeypatch, config_with):

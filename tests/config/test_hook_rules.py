@@ -21,6 +21,7 @@ CONVERT = ("--custom-convert-samples-to-train-data-path", f"{HERE}:convert")
             (*CONVERT, "--exclude-zero-signal-groups"),
             "--exclude-zero-signal-groups has no effect beside --custom-convert",
         ),
+        ((*CONVERT, "--overlong-buffer-len", "2"), "--overlong-buffer-len has no effect beside --custom-convert"),
         (
             ("--only-train-params-name-list", "a", "--freeze-params-name-list", "b"),
             "--only-train-params-name-list and --freeze-params-name-list exclude each other",

@@ -46,6 +46,37 @@ def test_flags_of_a_script_for_reinforcement_learning_are_named_as_without_effec
     )
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--use-kl-loss --ref-load {model} --ref-update-interval 10",
+        "--use-tis --rollout-top-p 0.9",
+        "--tis-clip 3",
+        "--group-rm",
+        "--rm-type remote_rm",
+        "--advantage-estimator reinforce_plus_plus",
+        "--kl-coef 0.1 --kl-loss-coef 0.1",
+        "--critic-lr 1e-5 --critic-num-gpus-per-node 2",
+        "--custom-advantage-function-path examples.plugins.losses:leave_one_out",
+        "--custom-pg-loss-reducer-function-path examples.plugins.losses:constant_length",
+        "--custom-tis-function-path examples.plugins.losses:clipped_weights",
+        "--custom-loss-function-path examples.plugins.losses:reinforce",
+    ],
+)
+def test_rules_of_reinforcement_learning_are_silent_about_what_has_no_effect(sft, model_dir: Path, words: str) -> None:
+    given = words.format(model=model_dir).split()
+    resolution = sft(*given)
+    assert resolution.violations == ()
+    (warning,) = [each for each in resolution.warnings if "without effect" in each]
+    assert all(word in warning for word in given if word.startswith("--") and word != "--ref-load")
+
+
+def test_the_context_of_an_engine_that_is_not_started_leaves_no_dialogue_out(sft) -> None:
+    from vime.rollout.build import max_context_of
+
+    assert max_context_of(sft("--vllm-max-model-len", "8").config) == max_context_of(sft().config) > 8
+
+
 def test_slots_of_engines_are_ignored(sft) -> None:
     resolution = sft("--rollout-num-gpus", "4")
     assert resolution.config.cluster.rollout_num_gpus == 0

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vime.data.batching import karmarkar_karp, make_train_batches, split_into_steps
+from vime.errors import UserError
 from vime.types import RolloutBatch, TrainSample
 
 
@@ -87,20 +88,20 @@ def test_balancing_gives_each_rank_about_the_same_tokens(balance, tokens):
 
 
 def test_nothing_is_dropped_where_numbers_do_not_divide():
-    with pytest.raises(ValueError, match="its 15 samples are not a multiple of the global batch size 4"):
+    with pytest.raises(UserError, match="its 15 samples are not a multiple of the global batch size 4"):
         make_train_batches(rollout([10] * 15), dp_size=1, global_batch_size=4)
-    with pytest.raises(ValueError, match=r"global batch size 6 is not a multiple of .* 2 x 2 x 1 = 4"):
+    with pytest.raises(UserError, match=r"global batch size 6 is not a multiple of .* 2 x 2 x 1 = 4"):
         make_train_batches(rollout([10] * 6), dp_size=2, global_batch_size=6, micro_batch_size=2)
-    with pytest.raises(ValueError, match="a step of 3 samples cannot fill 4 micro-batches"):
+    with pytest.raises(UserError, match="a step of 3 samples cannot fill 4 micro-batches"):
         make_train_batches(
             rollout([90] * 3), dp_size=2, global_batch_size=3, use_dynamic_batch_size=True, max_tokens_per_gpu=100
         )
 
 
 def test_an_empty_rollout_and_equal_indices_are_refused():
-    with pytest.raises(ValueError, match="its 0 samples"):
+    with pytest.raises(UserError, match="its 0 samples"):
         make_train_batches(RolloutBatch(rollout_id=0, samples=()), dp_size=1, global_batch_size=1)
-    with pytest.raises(ValueError, match="two samples have the same index"):
+    with pytest.raises(UserError, match="two samples have the same index"):
         make_train_batches(RolloutBatch(rollout_id=0, samples=(sample(0), sample(0))), dp_size=1, global_batch_size=2)
 
 

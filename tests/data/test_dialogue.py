@@ -129,6 +129,20 @@ def test_a_dialogue_without_any_trained_turn_is_told_apart(mask_type: str) -> No
         shown(CHATML, masked, mask_type)
 
 
+@pytest.mark.parametrize("mask_type", ["qwen", "qwen3", "distill_qwen"])
+def test_an_answer_to_nothing_is_refused_and_may_be_left_out(mask_type: str) -> None:
+    with pytest.raises(UserError, match=r"message 1: the answer has no context .*; step_loss_mask 0 leaves it out"):
+        shown(CHATML, [answer("Hello!")], mask_type)
+    (text,) = shown(CHATML, [answer("Hello!", step_loss_mask=0), *TWO_TURNS], mask_type)
+    assert "⟦Hello" not in text and text.endswith("⟧")
+
+
+def test_a_dialogue_that_ends_with_a_question_has_no_last_answer_to_train() -> None:
+    with pytest.raises(UserError, match=r"does not end with an answer, which is all that .* distill_qwen trains"):
+        shown(DISTILL, TWO_TURNS[:3], "distill_qwen")
+    assert len(shown(CHATML, TWO_TURNS[:3])) == 1
+
+
 def test_reasoning_that_is_removed_later_is_refused_with_the_message_and_the_way_out() -> None:
     with pytest.raises(UserError, match=r"message 2: the chat template of the tokenizer changes this turn .* qwen3 "):
         shown(QWEN3, THOUGHTS)

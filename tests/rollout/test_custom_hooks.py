@@ -156,6 +156,7 @@ def test_rows_without_masks_have_those_of_their_samples_and_samples_without_a_re
     for sample in samples:
         sample.status = Sample.Status.COMPLETED
     samples[0].loss_mask = [0, 1]
+    samples[0].teacher_log_probs = [-3.0, -4.0]
     samples[1].remove_sample = True
     samples[2].reward = float("nan")
     samples[3] = Sample(index=3, group_index=0, status=Sample.Status.FAILED)
@@ -164,11 +165,13 @@ def test_rows_without_masks_have_those_of_their_samples_and_samples_without_a_re
     assert [row.loss_mask for row in rows] == [(0, 1), (0, 0), (0, 0), (0,), *[(1, 1)] * 4]
     assert [row.graded for row in rows] == [True, True, False, False, *[True] * 4]
     assert [row.rollout_log_probs for row in rows[2:5]] == [(-1.0, -2.0), (0.0,), (-1.0, -2.0)]
+    assert [row.scores.teacher_log_probs for row in rows[2:5]] == [(0.0, 0.0), (0.0,), (-3.0, -4.0)]
 
 
 def fields(sample):
     return {"group_index": 1} | {
-        name: getattr(sample, name) for name in ("tokens", "response_length", "reward", "rollout_log_probs", "status")
+        name: getattr(sample, name)
+        for name in ("tokens", "response_length", "reward", "rollout_log_probs", "teacher_log_probs", "status")
     }
 
 
@@ -194,6 +197,41 @@ async def test_a_rollout_function_may_be_plain_and_give_metrics():
     source = FakeSource(n=2)
     batch = await manager(collect=custom_rollout(hook(rollout), ARGS, source)).generate(4)
     assert batch.metrics["rollout/mine"] == 3.0 and len(batch.samples) == 4
+
+
+@pytest.mark.parametrize(("groups", "count"), [(1, 2), (0, 0)])
+async def test_a_rollout_function_must_return_samples_for_whole_steps(groups, count):
+    def rollout(args, rollout_id, data_source, evaluation):
+        groups_made = data_source.get_samples(groups) if groups else []
+        for sample in (sample for group in groups_made for sample in group):
+            sample.tokens, sample.response_length, sample.reward = [1, 2], 1, 1.0
+            sample.status = Sample.Status.COMPLETED
+        return groups_made
+
+    collect = custom_rollout(hook(rollout, "--rollout-function-path"), ARGS, FakeSource(n=2), multiple=4)
+    message = f"--rollout-function-path mine:rollout: returned {count} samples, which are no multiple of .* 4, for roll"
+    with pytest.raises(HookError, match=message):
+        await collect(0)
+
+
+def test_a_data_source_must_give_groups_of_the_size_that_steps_are_made_of():
+    class Source:
+        def __init__(self, args): ...
+        def get_samples(self, n):
+            return [[Sample(index=i, group_index=0) for i in range(3)]]
+
+        def add_samples(self, groups): ...
+        def save(self, rollout_id): ...
+        def load(self, rollout_id=None): ...
+        def __len__(self):
+            return 5
+
+    made = hook(Source, "--data-source-path")
+    with pytest.raises(
+        HookError, match="returned a group of 3 samples, it must have --n-samples-per-prompt 4, for 1 g"
+    ):
+        CustomSource(made, ARGS, 4).get_samples(1)
+    assert len(CustomSource(made, ARGS).get_samples(1)[0]) == 3
 
 
 async def test_an_evaluation_function_may_give_rewards_alone_and_metrics():

@@ -106,8 +106,27 @@ def test_custom_advantages_are_whitened_like_any(model_of: Callable[..., Path]) 
     assert metrics["rollout/advantages"] == pytest.approx(0.0, abs=1e-6)
 
 
-def not_finite(args: Any, rollout_data: dict[str, Any]) -> None:
-    rollout_data["advantages"] = [torch.full(mask.shape, float("nan")) for mask in rollout_data["loss_masks"]]
+def first_not_finite(args: Any, rollout_data: dict[str, Any]) -> None:
+    rollout_data["advantages"] = [torch.ones(mask.shape) for mask in rollout_data["loss_masks"]]
+    rollout_data["advantages"][0][0] = float("nan")
+
+
+def test_a_sample_whose_custom_advantage_is_not_finite_is_counted_and_left_out(model_of: Callable[..., Path]) -> None:
+    path = ["--custom-advantage-function-path", f"{__name__}:first_not_finite"]
+    (metrics, found), (_, expected) = learn(model_of(), *path), learn(model_of(), *path, *POSTPROCESS)
+    assert metrics["train/nonfinite_samples"] == 1 and metrics["rollout/advantages"] == pytest.approx(7 / 8)
+    torch.testing.assert_close(found, expected)
+
+
+def does_nothing(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    assert rollout_data["advantages"][0].eq(0).all() and not rollout_data["loss_masks"][0].any()
+
+
+POSTPROCESS = ["--rollout-data-postprocess-path", f"{__name__}:does_nothing"]
+
+
+def too_short(args: Any, rollout_data: dict[str, Any]) -> None:
+    rollout_data["advantages"] = [torch.ones(0) for _ in rollout_data["loss_masks"]]
 
 
 def sometimes(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **others: Any) -> Any:
@@ -134,7 +153,7 @@ def raises(total_lengths: Sequence[int], response_lengths: Any, loss_masks: Any,
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--custom-advantage-function-path", f"{__name__}:not_finite"], "advantages[0] to values that are not finite"),
+        (["--custom-advantage-function-path", f"{__name__}:too_short"], "advantages[0] to the shape [0], it must be"),
         (["--loss-type", "custom_loss", "--custom-loss-function-path", f"{__name__}:no_pair"], "(loss, metrics)"),
         (["--custom-pg-loss-reducer-function-path", f"{__name__}:raises"], "raised KeyError"),
         (

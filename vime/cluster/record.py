@@ -13,6 +13,7 @@ from pathlib import Path
 
 from vime.checkpoints import CheckpointStore, ResumePoint
 from vime.config import Config
+from vime.errors import UserError
 from vime.observe.progress import Progress
 from vime.observe.recorder import RunRecorder
 from vime.observe.report import RunReport
@@ -75,7 +76,11 @@ def _resume_point(config: Config) -> ResumePoint | None:
     """The checkpoint in --load, if there is one that a run of ours saved."""
     if config.checkpoint.load is None:
         return None
-    return CheckpointStore(config.checkpoint.load).resolve(config.checkpoint.ckpt_step)
+    root = config.checkpoint.load
+    found = CheckpointStore(root).resolve(config.checkpoint.ckpt_step)
+    if found is not None and found.state is not None and "metrics_position" not in found.state:
+        raise UserError(f"--load {root}: that is the root of a critic; give it as --critic-load")
+    return found
 
 
 def _say_where(progress: Progress, config: Config, resumed: ResumePoint | None) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vime.errors import UserError
 from vime.types import RolloutBatch, TrainBatch, TrainSample, TrainStep
 
 MicroBatch = list[TrainSample]
@@ -44,13 +45,13 @@ def make_train_batches(
         micro_batch_multiple: the number of micro-batches a rank is a multiple of this, as interleaved pipelines need.
 
     Raises:
-        ValueError: the numbers do not divide; the message holds them.
+        UserError: the numbers do not divide, or two samples have one index; the message names them.
     """
     samples = sorted(batch.samples, key=lambda sample: sample.index)
     if len({sample.index for sample in samples}) != len(samples):
-        raise ValueError(f"rollout {batch.rollout_id}: two samples have the same index")
+        raise UserError(f"rollout {batch.rollout_id}: two samples have the same index; it must be unique in the run")
     if not samples or len(samples) % global_batch_size:
-        raise ValueError(
+        raise UserError(
             f"rollout {batch.rollout_id}: its {len(samples)} samples are not a multiple of the global batch size "
             f"{global_batch_size}; nothing may be left out"
         )
@@ -127,7 +128,7 @@ def pack(samples: Sequence[TrainSample], max_tokens: int, *, multiple: int) -> l
     """First-fit packing in the order given, then splitting until the number of micro-batches is a multiple.
 
     Raises:
-        ValueError: there are too few samples for so many micro-batches.
+        UserError: there are too few samples for so many micro-batches.
     """
     micro_batches: list[MicroBatch] = []
     room: list[int] = []
@@ -141,7 +142,7 @@ def pack(samples: Sequence[TrainSample], max_tokens: int, *, multiple: int) -> l
             room[place] -= sample.total_length
     wanted = -(-len(micro_batches) // multiple) * multiple
     if wanted > len(samples):
-        raise ValueError(
+        raise UserError(
             f"a step of {len(samples)} samples cannot fill {wanted} micro-batches ({len(micro_batches)} are needed for "
             f"at most {max_tokens} tokens each, and the ranks need a multiple of {multiple}); make the global batch "
             f"size a multiple of {multiple}, or allow more tokens"
@@ -227,7 +228,7 @@ def _regroup(samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
 def _fixed(samples: Sequence[TrainSample], size: int, dp_size: int, multiple: int, balance: bool) -> list[MicroBatch]:
     """Micro-batches of exactly ``size`` samples; balanced ones hold samples whose tokens sum to about the same."""
     if len(samples) % (size * dp_size * multiple):
-        raise ValueError(
+        raise UserError(
             f"the global batch size {len(samples)} is not a multiple of micro-batch size x data-parallel size x "
             f"micro-batch multiple = {size} x {dp_size} x {multiple} = {size * dp_size * multiple}"
         )

@@ -102,7 +102,7 @@ class DialogueEncoder:
         """The dialogues to ``encode`` for this one: itself, or one for each set of turns that stand in one text.
 
         Raises:
-            UserError: the template refuses the messages.
+            UserError: the template refuses the messages, or there is nothing that an answer could be to.
             Untrained: no turn is to be trained.
         """
         turns = self._turns(messages)
@@ -139,9 +139,15 @@ class DialogueEncoder:
         """Positions of the messages that are trained."""
         turns = [i for i, each in enumerate(messages) if each["role"] == "assistant" and each.get("step_loss_mask", 1)]
         if self._mask_type == "distill_qwen":
+            if messages[-1]["role"] != "assistant":
+                raise UserError(
+                    "the dialogue does not end with an answer, which is all that --loss-mask-type distill_qwen trains"
+                )
             turns = [i for i in turns if i == len(messages) - 1]
         if not turns:
             raise Untrained("no message is trained: step_loss_mask is 0 at all that could be")
+        if turns[0] == 0:
+            raise UserError("message 1: the answer has no context to be trained in; step_loss_mask 0 leaves it out")
         return turns
 
     def _span(self, messages: list[Message], turn: int, text: str, metadata: Mapping[str, Any]) -> tuple[int, int]:

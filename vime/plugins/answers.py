@@ -54,11 +54,14 @@ def rewards_pair(answer: Any, count: int) -> tuple[list[float], list[float]]:
     return raw, rewards
 
 
-def groups_and_metrics(answer: Any, *, generated: bool = True) -> tuple[list[Group], dict[str, float]]:
+def groups_and_metrics(
+    answer: Any, *, generated: bool = True, multiple: int | None = None
+) -> tuple[list[Group], dict[str, float]]:
     """What a rollout function made: groups, or an object that has them as ``samples`` (and ``metrics``).
 
     Args:
         generated: whether the samples must have responses already.
+        multiple: --global-batch-size, where every sample is one of a step.
     """
     groups = getattr(answer, "samples", answer)
     if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
@@ -73,6 +76,8 @@ def groups_and_metrics(answer: Any, *, generated: bool = True) -> tuple[list[Gro
     indices = [sample.index for group in groups for sample in group]
     if len(set(indices)) != len(indices):
         raise WrongAnswer("returned two samples with the same index")
+    if multiple is not None and (not indices or len(indices) % multiple):
+        raise WrongAnswer(f"returned {len(indices)} samples, which are no multiple of --global-batch-size {multiple}")
     return groups, metrics_of(getattr(answer, "metrics", None))
 
 
@@ -143,8 +148,12 @@ def taken_groups(answer: Any, buffer: Sequence[Group], before: Sequence[Group], 
     return answer
 
 
-def new_groups(answer: Any, wanted: int) -> list[Group]:
-    """At most ``wanted`` groups of samples from a data source."""
+def new_groups(answer: Any, wanted: int, size: int | None = None) -> list[Group]:
+    """At most ``wanted`` groups of samples from a data source.
+
+    Args:
+        size: --n-samples-per-prompt, where every sample is one of a step.
+    """
     if not isinstance(answer, list) or not all(isinstance(group, list) and group for group in answer):
         raise WrongAnswer(f"must return a list of groups, each a list of samples, not {shown(answer)}")
     if len(answer) > wanted:
@@ -157,6 +166,8 @@ def new_groups(answer: Any, wanted: int) -> list[Group]:
                 raise WrongAnswer("must give every sample an index, and every group a group_index, unique in the run")
         if len({sample.group_index for sample in group}) > 1:
             raise WrongAnswer("returned a group whose samples differ in group_index")
+        if size is not None and len(group) != size:
+            raise WrongAnswer(f"returned a group of {len(group)} samples, it must have --n-samples-per-prompt {size}")
     return answer
 
 

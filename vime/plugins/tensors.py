@@ -13,8 +13,19 @@ if TYPE_CHECKING:
 MASKS = "loss_masks"
 
 
-def token_rows(data: Mapping[str, Any], name: str, lengths: Sequence[int]) -> list[Tensor]:
+def token_rows(
+    data: Mapping[str, Any],
+    name: str,
+    lengths: Sequence[int],
+    *,
+    before: Sequence[Tensor] | None = None,
+    finite: bool = True,
+) -> list[Tensor]:
     """The tensors that ``data[name]`` holds, one a sample with as many values as it has response tokens.
+
+    Args:
+        before: what it held when the function got it. A value that is still the same is not the function's.
+        finite: whether values must be.
 
     Returns:
         Float32 [T] each; of loss_masks bool.
@@ -38,15 +49,21 @@ def token_rows(data: Mapping[str, Any], name: str, lengths: Sequence[int]) -> li
             raise WrongAnswer(f"set {name}[{place}] to {shown(row)}, which is no tensor") from None
         if tensor.shape != (length,):
             raise WrongAnswer(f"set {name}[{place}] to the shape {list(tensor.shape)}, it must be [{length}]")
-        read.append(_masks(tensor, place) if name == MASKS else _finite(tensor, name, place))
+        if name == MASKS:
+            tensor = _masks(tensor, place)
+        elif finite:
+            _check_finite(tensor, name, place, None if before is None else before[place])
+        read.append(tensor if name == MASKS else tensor.float())
     return read
 
 
-def _finite(tensor: Tensor, name: str, place: int) -> Tensor:
-    values = tensor.float()
-    if not bool(values.isfinite().all()):
+def _check_finite(tensor: Tensor, name: str, place: int, before: Tensor | None) -> None:
+    bad = ~tensor.float().isfinite()
+    if before is not None:
+        given = before.to(tensor.device)
+        bad &= ~((tensor == given) | (tensor.isnan() & given.isnan()))
+    if bool(bad.any()):
         raise WrongAnswer(f"set {name}[{place}] to values that are not finite")
-    return values
 
 
 def _masks(tensor: Tensor, place: int) -> Tensor:

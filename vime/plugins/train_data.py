@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from vime.plugins.answers import numbers
 from vime.plugins.contract import WrongAnswer, shown
 from vime.rewards.values import Score, is_graded
-from vime.types import Sample, TrainSample
+from vime.types import Sample, TokenScores, TrainSample
 
 REQUIRED = ("tokens", "response_lengths", "rewards")
 OPTIONAL = (
@@ -19,6 +18,7 @@ OPTIONAL = (
     "sample_indices",
     "group_indices",
     "rollout_log_probs",
+    "teacher_log_probs",
     "weight_versions",
     "metadata",
 )
@@ -30,8 +30,9 @@ def train_rows(answer: Any, samples: Sequence[Sample], score: Score = Sample.sco
     Args:
         answer: a dict of lists: all of ``REQUIRED``, any of ``OPTIONAL``, all of one length. What is left out is as the
             samples have it, if there is a row for each of them: indices, ``truncated``, ``train_metadata``, and where
-            the response is the sample's too its loss mask, log-probs and versions. A sample that was removed or has no
-            reward is not trained on then. Else a missing loss mask is all ones; a missing raw reward is the reward.
+            the response is the sample's too its loss mask, versions and log-probs (of engine and teacher). A sample
+            that was removed or has no reward is not trained on then. Else a missing loss mask is all ones; a missing
+            raw reward is the reward.
         score: reads the reward of a sample.
 
     Raises:
@@ -42,24 +43,26 @@ def train_rows(answer: Any, samples: Sequence[Sample], score: Score = Sample.sco
     if count != len(samples) and "sample_indices" not in columns:
         raise WrongAnswer(f"returned {count} rows for {len(samples)} samples; then it must give sample_indices too")
     columns = _of_samples(samples if count == len(samples) else [], columns, score) | columns
+    columns.setdefault("loss_masks", [[1] * int(length) for length in columns["response_lengths"]])
     columns["rewards"] = numbers(columns["rewards"], "rewards")
     columns["raw_reward"] = numbers(columns.get("raw_reward", columns["rewards"]), "raw_reward")
-    rows = _with_log_probs([_row({name: values[i] for name, values in columns.items()}, i) for i in range(count)])
+    _complete(columns, "rollout_log_probs")
+    _complete(columns, "teacher_log_probs")
+    rows = [_row({name: values[i] for name, values in columns.items()}, i) for i in range(count)]
     if len({row.index for row in rows}) != count:
         raise WrongAnswer("gave two rows the same sample index")
     return rows
 
 
-def _with_log_probs(rows: list[TrainSample]) -> list[TrainSample]:
-    """Rows that are not trained need no log-probs of the engine, but a place for them where others have some."""
-    if all(row.rollout_log_probs is None for row in rows):
-        return rows
-    if any(row.rollout_log_probs is None and row.trained_tokens for row in rows):
-        raise WrongAnswer("gave rollout_log_probs to some rows and not to others")
-    return [
-        replace(row, rollout_log_probs=(0.0,) * row.response_length) if row.rollout_log_probs is None else row
-        for row in rows
-    ]
+def _complete(columns: dict[str, Any], name: str) -> None:
+    """Rows that are not trained need no log-probs, but a place for them where others have some."""
+    rows = columns.get(name)
+    if rows is None or all(row is None for row in rows):
+        return
+    if any(row is None and any(mask) for row, mask in zip(rows, columns["loss_masks"], strict=True)):
+        raise WrongAnswer(f"gave {name} to some rows and not to others")
+    lengths = map(int, columns["response_lengths"])
+    columns[name] = [[0.0] * count if row is None else row for row, count in zip(rows, lengths, strict=True)]
 
 
 def _columns(answer: Any) -> dict[str, Any]:
@@ -98,11 +101,10 @@ def _of_samples(samples: Sequence[Sample], given: Mapping[str, Any], score: Scor
         "loss_masks": masks,
     }
     used = [any(_integers(mask, f"loss_masks[{i}]")) for i, mask in enumerate(given.get("loss_masks", masks))]
-    known = [is_own and sample.rollout_log_probs is not None for is_own, sample in zip(own, samples, strict=True)]
-    if not any(trained and not has for trained, has in zip(used, known, strict=True)):
-        columns["rollout_log_probs"] = [
-            s.rollout_log_probs if has else None for s, has in zip(samples, known, strict=True)
-        ]
+    for name in ("rollout_log_probs", "teacher_log_probs"):
+        found = [getattr(sample, name) if is_own else None for sample, is_own in zip(samples, own, strict=True)]
+        if not any(trained and row is None for trained, row in zip(used, found, strict=True)):
+            columns[name] = found
     columns["weight_versions"] = [s.weight_versions if is_own else [] for s, is_own in zip(samples, own, strict=True)]
     return columns
 
@@ -126,12 +128,9 @@ def _row(row: Mapping[str, Any], place: int) -> TrainSample:
         raise WrongAnswer(
             f"gave response_lengths[{place}] = {length} for {len(tokens)} tokens; prompt and response need one each"
         )
-    mask = _integers(row.get("loss_masks", [1] * length), f"loss_masks[{place}]", length)
+    mask = _integers(row["loss_masks"], f"loss_masks[{place}]", length)
     if not set(mask) <= {0, 1}:
         raise WrongAnswer(f"gave loss_masks[{place}] values other than 0 and 1")
-    log_probs = row.get("rollout_log_probs")
-    if log_probs is not None:
-        log_probs = tuple(numbers(log_probs, f"rollout_log_probs[{place}]", length))
     versions = _integers(row.get("weight_versions") or [], f"weight_versions[{place}]")
     index = int(row["sample_indices"])
     group = row.get("group_indices")
@@ -141,14 +140,20 @@ def _row(row: Mapping[str, Any], place: int) -> TrainSample:
         tokens=tokens,
         response_length=length,
         loss_mask=mask,
-        rollout_log_probs=log_probs,
+        rollout_log_probs=_log_probs(row, "rollout_log_probs", place, length),
         weight_versions=versions,
         raw_reward=row["raw_reward"],
         reward=row["rewards"],
         graded=row.get("graded", True),
         truncated=bool(row.get("truncated", False)),
         metadata=row.get("metadata"),
+        scores=TokenScores(teacher_log_probs=_log_probs(row, "teacher_log_probs", place, length)),
     )
+
+
+def _log_probs(row: Mapping[str, Any], name: str, place: int, length: int) -> tuple[float, ...] | None:
+    values = row.get(name)
+    return None if values is None else tuple(numbers(values, f"{name}[{place}]", length))
 
 
 def _integers(values: Any, name: str, length: int | None = None) -> tuple[int, ...]:

@@ -99,7 +99,9 @@ def load_prompts(config: Config) -> Prompts:
     encoder = encoder_of(config, tokenizer)
     own_source = hooks.get(contracts.DATA_SOURCE)
     source: DataSource = (
-        CustomSource(own_source, config.args) if own_source else PromptSource.from_config(config, encoder)
+        CustomSource(own_source, config.args, _group_size(config, hooks))
+        if own_source
+        else PromptSource.from_config(config, encoder)
     )
     graded_by_rule = hooks.get(contracts.CUSTOM_RM) is None
     return Prompts(
@@ -112,6 +114,12 @@ def load_prompts(config: Config) -> Prompts:
         ),
         max_context=max_context,
     )
+
+
+def _group_size(config: Config, hooks: Hooks) -> int | None:
+    """Of the groups of a custom source; functions that make something else of them may want others."""
+    free = hooks.get(contracts.ROLLOUT_FUNCTION) or hooks.get(contracts.CUSTOM_CONVERT_SAMPLES)
+    return None if free else config.rollout.n_samples_per_prompt
 
 
 def _with_prompt_limit(config: Config, max_context: int) -> Config:
@@ -144,8 +152,8 @@ def _eval_source(dataset: EvalDataset, config: Config, encoder: PromptEncoder, g
 
 
 def max_context_of(config: Config) -> int:
-    """The smallest of what the model, the engine and the user allow."""
-    given = config.vllm.get("max_model_len")
+    """The smallest of what the model, the engine (where there is one) and the user allow."""
+    given = None if config.algorithm.is_sft else config.vllm.get("max_model_len")
     limits = [
         load_shape(config.checkpoint.hf_checkpoint).max_position_embeddings,
         config.rollout.rollout_max_context_len,
@@ -209,6 +217,7 @@ def make_manager(
     )
     concurrency = config.engine.vllm_server_concurrency * max(config.cluster.num_engines, 1)
     collect, evaluate = hooks.get(contracts.ROLLOUT_FUNCTION), hooks.get(contracts.EVAL_FUNCTION)
+    multiple = None if hooks.get(contracts.CUSTOM_CONVERT_SAMPLES) else config.batch.global_batch_size
     removes, processes = hooks.get(contracts.ROLLOUT_SAMPLE_FILTER), hooks.get(contracts.ROLLOUT_ALL_SAMPLES_PROCESS)
     runner = Runner(
         generate,
@@ -228,7 +237,7 @@ def make_manager(
         recorder=recorder,
         eval_sets=[_eval_set(config, dataset, source) for dataset, source in prompts.eval_sources],
         eval_metrics=_eval_metrics(hooks, args),
-        collect=custom_rollout(collect, args, prompts.source) if collect else None,
+        collect=custom_rollout(collect, args, prompts.source, multiple=multiple) if collect else None,
         evaluate=custom_evaluation(evaluate, args, prompts.source) if evaluate else None,
         sample_filter=sample_filter(removes, args) if removes else None,
         process_all=all_samples_process(processes, args, prompts.source) if processes else None,

@@ -28,16 +28,22 @@ from vime.types import Group, RolloutBatch, Sample, SamplingParams, TrainSample
 
 
 class CustomSource:
-    """``--data-source-path``: an object of the user's class; implements ``ports.DataSource``."""
+    """``--data-source-path``: an object of the user's class; implements ``ports.DataSource``.
 
-    def __init__(self, hook: Hook, args: Any) -> None:
+    Args:
+        group_size: of the groups that it must give; None: whatever it likes.
+    """
+
+    def __init__(self, hook: Hook, args: Any, group_size: int | None = None) -> None:
+        self._group_size = group_size
         source: Any = hook.call(args, about="the start of the run")
         self._get, self._add, self._save, self._load, self._len = (
             hook.method(source, name) for name in ("get_samples", "add_samples", "save", "load", "__len__")
         )
 
     def get_samples(self, n: int) -> list[Group]:
-        return self._get.call(n, about=f"{n} groups", read=functools.partial(new_groups, wanted=n))
+        read = functools.partial(new_groups, wanted=n, size=self._group_size)
+        return self._get.call(n, about=f"{n} groups", read=read)
 
     def add_samples(self, groups: list[Group]) -> None:
         self._add.call(groups, about=f"{len(groups)} groups")
@@ -80,14 +86,17 @@ def own_generate(usual: Generate, load: Callable[[str], Hook], args: Any) -> Gen
     return generate
 
 
-def custom_rollout(hook: Hook, args: Any, source: DataSource, *, generated: bool = True) -> Collect:
+def custom_rollout(
+    hook: Hook, args: Any, source: DataSource, *, generated: bool = True, multiple: int | None = None
+) -> Collect:
     """``--rollout-function-path``: f(args, rollout_id, data_source, evaluation=False) → groups, or an object that has
     them as ``samples``. It may be a plain function; then it runs in a thread.
 
     Args:
         generated: whether its samples must have responses; those of fine-tuning get them later.
+        multiple: of how many samples it must make one; None: a custom conversion makes what is trained on.
     """
-    read = functools.partial(groups_and_metrics, generated=generated)
+    read = functools.partial(groups_and_metrics, generated=generated, multiple=multiple)
 
     async def collect(rollout_id: int) -> Collected:
         about = f"rollout {rollout_id}"

@@ -23,7 +23,7 @@ from vime.ports import DataSource
 from vime.rollout.build import max_context_of, rollouts_of
 from vime.rollout.hooks import CustomSource, custom_rollout
 from vime.rollout.manager import Collect, Collected
-from vime.types import RolloutBatch, Sample, Status, TrainSample, mean
+from vime.types import Group, RolloutBatch, Sample, Status, TrainSample, mean
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,11 @@ def load_dialogues(config: Config) -> Dialogues:
 
     own_source = hooks.get(contracts.DATA_SOURCE)
     if own_source is not None:
-        source: DataSource = CustomSource(own_source, config.args)
+        source: DataSource = CustomSource(
+            own_source,
+            config.args,
+            None if hooks.get(contracts.ROLLOUT_FUNCTION) else config.rollout.n_samples_per_prompt,
+        )
     else:
         assert data.prompt_data is not None, "a rule asks for it"
         source = source_of(data.prompt_data, keys_of(config), shuffle=data.rollout_shuffle)
@@ -159,7 +163,11 @@ class DialogueRollouts:
         self._batch_size = batch_size
         self._loss = loss
         hook = dialogues.hooks.get(contracts.ROLLOUT_FUNCTION)
-        self._collect: Collect = custom_rollout(hook, args, self._source, generated=False) if hook else self._read
+        self._collect: Collect = (
+            custom_rollout(hook, args, self._source, generated=False, multiple=args.global_batch_size)
+            if hook
+            else self._read
+        )
 
     async def generate(self, rollout_id: int) -> RolloutBatch:
         """The next dialogues. Samples of a custom function may have tokens and loss mask already."""
@@ -168,7 +176,14 @@ class DialogueRollouts:
         return dataclasses.replace(batch, metrics=_metrics(batch.samples) | dict(collected.metrics))
 
     async def _read(self, rollout_id: int) -> Collected:
-        return Collected(groups=self._source.get_samples(self._batch_size))
+        groups: list[Group] = []
+        while len(groups) < self._batch_size:
+            wanted = self._batch_size - len(groups)
+            more = self._source.get_samples(wanted)
+            if not more:
+                raise UserError(f"rollout {rollout_id}: the data source gave no groups where {wanted} were wanted")
+            groups += more
+        return Collected(groups=groups)
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
         """The loss on each evaluation set under the weights of now."""

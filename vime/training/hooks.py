@@ -76,7 +76,7 @@ class TrainHooks:
 
         def read(answer: Any) -> list[Tensor]:
             read_nothing(answer)
-            return token_rows(data, "advantages", lengths)
+            return token_rows(data, "advantages", lengths, finite=False)  # a sample that has others is left out
 
         about = f"rollout {batch.rollout_id}, {_rank()}"
         return Rows.of(batch).join(self._advantages.call(self.args, data, about=about, read=read))
@@ -135,11 +135,12 @@ class TrainHooks:
         }
         data = rollout_data(batch, packs, **known if last_stage else {})  # type: ignore[arg-type]
         names = [name for name in contracts.READ_BACK if name in data]
+        before = {name: [row.clone() for row in data[name]] for name in names}
         lengths = [sample.response_length for sample in batch.samples]
 
         def read(answer: Any) -> dict[str, list[Tensor]]:
             read_nothing(answer)
-            return {name: token_rows(data, name, lengths) for name in names}
+            return {name: token_rows(data, name, lengths, before=before[name]) for name in names}
 
         about = f"rollout {batch.rollout_id}, {_rank()}"
         found = self._postprocess.call(self.args, batch.rollout_id, data, about=about, read=read)

@@ -17,13 +17,13 @@ from vime.config.rules import (
     sft,
     supported,
 )
-from vime.config.rules.base import Rule, Violation
+from vime.config.rules.base import Rule, Violation, where_sampled
 
 RULES: tuple[Rule, ...] = (
     *presence.RULES,
     *ranges.RULES,
     *batches.RULES,
-    *algorithm.RULES,
+    *map(where_sampled, algorithm.RULES),
     *layout.RULES,
     *critic.RULES,
     *fixed.RULES,

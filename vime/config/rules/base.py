@@ -6,13 +6,14 @@ too. It stays silent about what it cannot judge, because another rule speaks abo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from vime.config.config import Config
 from vime.config.flags import option
 
-__all__ = ["Rule", "Violation", "is_given", "known", "option"]
+__all__ = ["Rule", "Violation", "is_given", "known", "option", "where_sampled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,17 @@ def is_given(config: Config, name: str) -> bool:
     """Whether somebody set that flag, and neither a default nor another flag did."""
     origin = config.origins.get(name, "default")
     return origin != "default" and not origin.startswith("derived")
+
+
+def where_sampled(rule: Rule) -> Rule:
+    """The rule, silent in fine-tuning: what it speaks of has no effect there, and a warning says so."""
+
+    @functools.wraps(rule)
+    def heard(config: Config) -> Iterator[Violation]:
+        if not config.algorithm.is_sft:
+            yield from rule(config)
+
+    return heard
 
 
 def known(*values: object) -> bool:

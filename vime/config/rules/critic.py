@@ -8,7 +8,7 @@ from pathlib import Path
 from vime.config.config import OWN_FLAGS, Config
 from vime.config.layouts import Layout, problems
 from vime.config.roles import critic_config
-from vime.config.rules.base import Violation, is_given, known, option
+from vime.config.rules.base import Violation, is_given, known, option, where_sampled
 from vime.config.rules.batches import uneven_shares
 from vime.config.rules.files import TRACKER, checkpoint_root, folder_is_free
 from vime.config.rules.layout import learning_rate, recomputation, recomputed_units
@@ -24,8 +24,10 @@ def only_with_critic(config: Config) -> Iterator[Violation]:
     given = [option(name) for name in names if is_given(config, name)]
     if given:
         verb = "needs" if len(given) == 1 else "need"
-        alone = "fine-tuning" if config.algorithm.is_sft else config.algorithm.advantage_estimator
-        yield Violation(f"{' and '.join(given)} {verb} --advantage-estimator ppo: {alone} has no critic")
+        yield Violation(
+            f"{' and '.join(given)} {verb} --advantage-estimator ppo: {config.algorithm.advantage_estimator} has no "
+            "critic"
+        )
 
 
 def slots(config: Config) -> Iterator[Violation]:
@@ -89,7 +91,7 @@ def checkpoints(config: Config) -> Iterator[Violation]:
         yield from folder_is_free("--critic-save", critic.critic_save, "--critic-load", critic.critic_load)
 
 
-RULES = (only_with_critic, slots, overrides, checkpoints)
+RULES = (where_sampled(only_with_critic), slots, overrides, checkpoints)
 
 
 def actor_never_learns(config: Config) -> Iterator[Violation]:

@@ -15,6 +15,7 @@ def conversion(config: Config) -> Iterator[Violation]:
         return
     unread = {
         "--custom-reward-post-process-path": config.hooks.custom_reward_post_process_path is not None,
+        "--overlong-buffer-len": config.algorithm.overlong_buffer_len is not None,
         "--exclude-zero-signal-groups": config.algorithm.exclude_zero_signal_groups,
     }
     for flag, given in unread.items():

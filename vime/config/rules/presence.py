@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from vime.config import megatron_core
 from vime.config.config import OWN_FLAGS, Config
-from vime.config.rules.base import Violation
+from vime.config.rules.base import Violation, where_sampled
 
 NOT_IN_SFT = ("rollout_max_response_len",)
 """Required where answers are sampled, and without a meaning where they are given."""
@@ -103,9 +103,7 @@ RULES = (
     run_length,
     prompts,
     rollout_slots,
-    grading,
-    labels,
-    reference_model,
+    *map(where_sampled, (grading, labels, reference_model)),
     partners,
     wandb_installed,
 )
