@@ -54,6 +54,25 @@ def packed(rewards, lengths, mask=None, kl=None, values=None):
 
 
 @pytest.mark.parametrize("name", advantages.names())
+def test_an_estimator_takes_the_flags_that_change_what_it_does_and_no_others(name):
+    estimator, groups = advantages.get(name), [0, 0, 0, 1, 1]
+    rewards = [1.0, 0.0, 4.0, 2.0, 3.0]
+    samples = packed(rewards, [3, 2, 1, 4, 2], kl=[0.1] * 12, values=[0.5, 0.25, 1.0] * 4)
+    plain = estimator.advantages(samples, AdvantageSettings())
+    changes = {
+        flag for flag in ("gamma", "lambd")
+        if not torch.equal(plain, estimator.advantages(samples, AdvantageSettings(**{flag: 0.5})))
+    }  # fmt: skip
+    normalized = estimator.normalize_rewards(rewards, groups)
+    if normalized != rewards:
+        changes.add("disable_rewards_normalization")
+    if normalized != estimator.normalize_rewards(rewards, groups, std=False):
+        changes.add("disable_grpo_std_normalization")
+    assert estimator.takes == changes
+    assert changes <= set(advantages.TAKEN)
+
+
+@pytest.mark.parametrize("name", advantages.names())
 @pytest.mark.parametrize("lengths", [[2, 1], [3, 0, 2], [1]])
 def test_every_estimator_gives_each_response_token_an_advantage(name, lengths):
     samples = packed([0.5] * len(lengths), lengths, kl=[0.1] * sum(lengths))

@@ -105,6 +105,9 @@ REFUSED = {
     "megatron: [{role: critic, overrides: {eps-clip: 0.1}}]": (
         " (critic): eps-clip is not a flag of one role: the optimizer's, recompute-*, load, save and Megatron's own are"
     ),
+    "megatron: [{role: critic, overrides: {freeze-params-name-list: ['decoder', '[']}}]": (
+        " (critic): freeze-params-name-list is of the actor alone: a critic is trained as a whole"
+    ),
     "megatron: [{role: critic, overrides: {lrr: 1}}]": " (critic): unknown flag lrr; did you mean lr?",
     "megatron: [{role: critic, overrides: {lr: fast}}]": " (critic): lr expects a number, not 'fast'",
     "megatron: [{role: ref, overrides: {lr: 1}}]": ": role must be actor or critic, not 'ref'",

@@ -51,6 +51,14 @@ def test_a_teacher_alone_needs_no_grader(flags: Flags, model_dir: Path) -> None:
             "answers of equal reward too",
         ),
         (
+            "--use-opd --opd-type megatron --opd-teacher-load {model} --opd-teacher-ckpt-step 5",
+            "--opd-teacher-ckpt-step 5: --opd-teacher-load {model} is a Hugging Face folder, which has no steps",
+        ),
+        (
+            "--use-opd --opd-type vllm --opd-teacher-url http://h:1 --opd-teacher-ckpt-step 5",
+            "--opd-teacher-ckpt-step 5 needs --opd-type megatron: a server has one teacher",
+        ),
+        (
             "--use-opd --opd-type megatron --opd-teacher-load {model} --opd-kl-coef 0",
             "--opd-kl-coef must be above 0, not 0.0",
         ),

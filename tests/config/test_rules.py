@@ -384,6 +384,18 @@ WARNINGS = {
         "--use-opsm has no effect with one step a rollout: the old policy is the current one; it needs "
         "--use-rollout-logprobs, --keep-old-actor or --num-steps-per-rollout above 1"
     ),
+    "--gamma 0.9 --lambd 0.5": "--gamma, --lambd: no effect with --advantage-estimator grpo",
+    "--advantage-estimator reinforce_plus_plus --normalize-advantages --gamma 0.9 --lambd 0.9": (
+        "--lambd: no effect with --advantage-estimator reinforce_plus_plus"
+    ),
+    "--advantage-estimator ppo --use-dr-grpo --disable-grpo-std-normalization --disable-rewards-normalization": (
+        "--disable-rewards-normalization, --disable-grpo-std-normalization: no effect with --advantage-estimator ppo"
+    ),
+    "--loss-type custom_loss --custom-loss-function-path examples.plugins.losses:reinforce --use-tis --eps-clip 0.1 "
+    "--entropy-coef 0.1 --use-opsm --num-steps-per-rollout 2 --use-dr-grpo": (
+        "--loss-type custom_loss is the whole loss; without effect unless --custom-loss-function-path reads them from "
+        "args: --eps-clip, --entropy-coef, --use-dr-grpo, --use-tis, --use-opsm"
+    ),
     "--rollout-top-p 0.9": (
         "--rollout-top-p 0.9: the engine samples from fewer tokens than the trainer computes log-probs over; 1 is "
         "right for training (evaluations are free)"
@@ -404,6 +416,46 @@ WARNINGS = {
     "--moe-grouped-gemm": "--moe-grouped-gemm has no effect: vime multiplies by its experts in its own way",
     "--wandb-project p": "--wandb-project has no effect without --use-wandb",
 }
+
+
+CUSTOM_LOSS = "--loss-type custom_loss --custom-loss-function-path examples.plugins.losses:reinforce"
+SOMETHING_TO_LEARN = "exclude each other: there is something to learn from groups of equal rewards too"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            f"{CUSTOM_LOSS} --use-tis --custom-tis-function-path examples.plugins.losses:clipped_weights",
+            "--custom-tis-function-path is never called with --loss-type custom_loss, which is the whole loss",
+        ),
+        (
+            f"{CUSTOM_LOSS} --custom-pg-loss-reducer-function-path examples.plugins.losses:constant_length",
+            "--custom-pg-loss-reducer-function-path is never called with --loss-type custom_loss, which is the whole "
+            "loss",
+        ),
+        (
+            f"{CUSTOM_LOSS} --advantage-estimator ppo --disable-compute-advantages-and-returns",
+            "--disable-compute-advantages-and-returns leaves the critic of --advantage-estimator ppo without a use: "
+            "give another estimator",
+        ),
+        (
+            "--exclude-zero-signal-groups --disable-rewards-normalization",
+            f"--exclude-zero-signal-groups and --disable-rewards-normalization {SOMETHING_TO_LEARN}",
+        ),
+        (
+            "--exclude-zero-signal-groups --custom-advantage-function-path examples.plugins.losses:leave_one_out",
+            f"--exclude-zero-signal-groups and --custom-advantage-function-path {SOMETHING_TO_LEARN}",
+        ),
+        (
+            "--exclude-zero-signal-groups --advantage-estimator reinforce_plus_plus_baseline --normalize-advantages "
+            "--kl-coef 0.1 --ref-load {model}",
+            f"--exclude-zero-signal-groups and --kl-coef 0.1 {SOMETHING_TO_LEARN}",
+        ),
+    ],
+)
+def test_parts_that_would_be_ignored_or_wrong_are_refused(flags, model_dir, words, message):
+    assert said(flags(*words.format(model=model_dir).split())) == (message,)
 
 
 @pytest.mark.parametrize(("words", "message"), WARNINGS.items())

@@ -31,6 +31,7 @@ OWN_NAMES = {"lr": "critic-lr", "load": "critic-load", "save": "critic-save"}
 """Flags that the critic has under names of its own."""
 
 RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+SELECTIONS = ("only_train_params_name_list", "freeze_params_name_list")
 PIPELINES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
@@ -83,6 +84,8 @@ def _given(role: Role, name: Any, raw: Any, where: str, errors: list[str]) -> Gi
         errors.append(f"{where}: {str(error).replace('--', '')}")
         return None
     problem = _shared(target.store, target.key)
+    if role == "critic" and target.key in SELECTIONS:
+        problem = "is of the actor alone: a critic is trained as a whole"
     if problem is not None:
         errors.append(f"{where}: {name} {problem}")
         return None

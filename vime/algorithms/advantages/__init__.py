@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 
 from vime.algorithms.advantages.base import (
+    TAKEN,
     AdvantageEstimator,
     AdvantageSettings,
     PackedSamples,
@@ -14,7 +15,7 @@ from vime.algorithms.advantages.base import (
     names,
 )
 
-__all__ = ["AdvantageEstimator", "AdvantageSettings", "PackedSamples", "PolicyTokens", "get", "names"]
+__all__ = ["TAKEN", "AdvantageEstimator", "AdvantageSettings", "PackedSamples", "PolicyTokens", "get", "names"]
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
     from vime.algorithms.policy_loss import ClipRange, PolicyLoss
 
-__all__ = ["AdvantageEstimator", "AdvantageSettings", "PackedSamples", "PolicyTokens", "get", "names"]
+TAKEN = ("gamma", "lambd", "disable_rewards_normalization", "disable_grpo_std_normalization")
+"""Flags that some estimators have no use for."""
+
+__all__ = ["TAKEN", "AdvantageEstimator", "AdvantageSettings", "PackedSamples", "PolicyTokens", "get", "names"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,9 @@ class AdvantageEstimator(ABC):
 
     takes_kl: ClassVar[bool] = False
     """Whether --kl-coef is part of the reward."""
+
+    takes: ClassVar[frozenset[str]] = frozenset()
+    """Which of ``TAKEN`` change what it does."""
 
     needs_critic: ClassVar[bool] = False
     """Whether a critic is trained along, whose values the samples have."""

@@ -19,6 +19,8 @@ class Grpo(AdvantageEstimator, name="grpo"):
     through the KL term of the loss.
     """
 
+    takes = frozenset({"disable_rewards_normalization", "disable_grpo_std_normalization"})
+
     def normalize_rewards(
         self, rewards: Sequence[float], group_ids: Sequence[Hashable], *, std: bool = True
     ) -> list[float]:

@@ -21,6 +21,7 @@ class Ppo(AdvantageEstimator, name="ppo"):
     group_relative = False
     takes_kl = True
     needs_critic = True
+    takes = frozenset({"gamma", "lambd"})
 
     def normalize_rewards(
         self, rewards: Sequence[float], group_ids: Sequence[Hashable], *, std: bool = True

@@ -24,6 +24,7 @@ class ReinforcePlusPlus(AdvantageEstimator, name="reinforce_plus_plus"):
     takes_kl = True
     needs_whitening = True
     group_relative = False
+    takes = frozenset({"gamma"})
 
     def normalize_rewards(
         self, rewards: Sequence[float], group_ids: Sequence[Hashable], *, std: bool = True

@@ -22,6 +22,7 @@ class ReinforcePlusPlusBaseline(AdvantageEstimator, name="reinforce_plus_plus_ba
 
     takes_kl = True
     needs_whitening = True
+    takes = frozenset({"disable_rewards_normalization"})
 
     def normalize_rewards(
         self, rewards: Sequence[float], group_ids: Sequence[Hashable], *, std: bool = True

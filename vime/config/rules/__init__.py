@@ -35,6 +35,6 @@ RULES: tuple[Rule, ...] = (
     *files.RULES,
     *model.RULES,
 )
-WARNINGS: tuple[Rule, ...] = (*doubts.WARNINGS, *critic.WARNINGS, *sft.WARNINGS)
+WARNINGS: tuple[Rule, ...] = (*doubts.WARNINGS, *algorithm.WARNINGS, *critic.WARNINGS, *sft.WARNINGS)
 
 __all__ = ["RULES", "WARNINGS", "Rule", "Violation"]

@@ -8,6 +8,15 @@ from vime.algorithms import advantages
 from vime.config.config import Config
 from vime.config.rules.base import Violation, is_given, known, option
 
+NEVER_CALLED = ("custom_tis_function_path", "custom_pg_loss_reducer_function_path")
+"""Parts of the policy loss, which a custom loss takes the place of."""
+
+OF_POLICY_LOSS = (
+    *("eps_clip", "eps_clip_high", "eps_clip_c", "entropy_coef", "kl_loss_coef", "use_unbiased_kl"),
+    *("use_dr_grpo", "dr_grpo_divisor", "use_tis", "tis_level", "tis_mode", "tis_clip", "tis_clip_low", "tis_veto"),
+    *("tis_batch_normalize", "use_opsm", "opsm_delta"),
+)
+
 
 def one_kl(config: Config) -> Iterator[Violation]:
     algorithm = config.algorithm
@@ -61,7 +70,18 @@ def overlong(config: Config) -> Iterator[Violation]:
 
 
 def zero_signal(config: Config) -> Iterator[Violation]:
+    """Equal rewards mean advantages of 0 only where nothing but their difference counts."""
     algorithm = config.algorithm
+    others = {
+        "--disable-rewards-normalization": algorithm.disable_rewards_normalization,
+        f"--kl-coef {algorithm.kl_coef:g}": algorithm.kl_coef != 0 and algorithm.estimator.group_relative,
+        "--custom-advantage-function-path": config.hooks.custom_advantage_function_path is not None,
+    }
+    for given in (name for name, is_there in others.items() if is_there and algorithm.exclude_zero_signal_groups):
+        yield Violation(
+            f"--exclude-zero-signal-groups and {given} exclude each other: there is something to learn from groups of "
+            "equal rewards too"
+        )
     if algorithm.exclude_zero_signal_groups and not algorithm.estimator.group_relative:
         yield Violation(
             f"--exclude-zero-signal-groups has no meaning with {algorithm.advantage_estimator}: it learns from groups "
@@ -132,11 +152,45 @@ def custom_parts(config: Config) -> Iterator[Violation]:
     custom = algorithm.loss_type == "custom_loss"
     if custom and hooks.custom_loss_function_path is None:
         yield Violation("--loss-type custom_loss needs --custom-loss-function-path", ("custom_loss_function_path",))
+    for name in NEVER_CALLED if custom else ():
+        if getattr(hooks, name) is not None:
+            yield Violation(f"{option(name)} is never called with --loss-type custom_loss, which is the whole loss")
+    idle = algorithm.disable_compute_advantages_and_returns and hooks.custom_advantage_function_path is None
+    if custom and idle and algorithm.needs_critic:
+        yield Violation(
+            "--disable-compute-advantages-and-returns leaves the critic of --advantage-estimator "
+            f"{algorithm.advantage_estimator} without a use: give another estimator"
+        )
     if custom and algorithm.enable_mtp_training:
         yield Violation("--loss-type custom_loss and --enable-mtp-training exclude each other")
     if not custom and hooks.custom_loss_function_path is not None:
         yield Violation("--custom-loss-function-path needs --loss-type custom_loss", ("loss_type",))
 
+
+def estimator_takes(config: Config) -> Iterator[Violation]:
+    algorithm = config.algorithm
+    if algorithm.is_sft or config.hooks.custom_advantage_function_path is not None:
+        return
+    idle = [
+        option(name) for name in advantages.TAKEN if is_given(config, name) and name not in algorithm.estimator.takes
+    ]
+    if idle:
+        yield Violation(f"{', '.join(idle)}: no effect with --advantage-estimator {algorithm.advantage_estimator}")
+
+
+def custom_loss_alone(config: Config) -> Iterator[Violation]:
+    """One line for all, as a function may read them."""
+    if config.algorithm.loss_type != "custom_loss":
+        return
+    idle = [option(name) for name in OF_POLICY_LOSS if is_given(config, name)]
+    if idle:
+        yield Violation(
+            "--loss-type custom_loss is the whole loss; without effect unless --custom-loss-function-path reads them "
+            f"from args: {', '.join(idle)}"
+        )
+
+
+WARNINGS = (estimator_takes, custom_loss_alone)
 
 RULES = (
     one_kl,

@@ -38,6 +38,20 @@ def teacher(config: Config) -> Iterator[Violation]:
             yield Violation(f"{option(name)} is the teacher of --opd-type {other}, not of {kind}")
 
 
+def teacher_step(config: Config) -> Iterator[Violation]:
+    """Of a checkpoint, which a Hugging Face folder and a server are not."""
+    distillation = config.distillation
+    given, load = distillation.opd_teacher_ckpt_step, distillation.opd_teacher_load
+    if given is None or not distillation.use_opd:
+        return
+    if distillation.opd_type == "vllm":
+        yield Violation(f"--opd-teacher-ckpt-step {given} needs --opd-type megatron: a server has one teacher")
+    elif load is not None and (Path(load) / "config.json").is_file():
+        yield Violation(
+            f"--opd-teacher-ckpt-step {given}: --opd-teacher-load {load} is a Hugging Face folder, which has no steps"
+        )
+
+
 def _said_by_a_function(config: Config) -> bool:
     """Custom functions can put ``teacher_log_probs`` on samples themselves."""
     hooks = config.hooks
@@ -85,4 +99,13 @@ def every_group_is_taught(config: Config) -> Iterator[Violation]:
         )
 
 
-RULES = (every_group_is_taught, only_with_use_opd, teacher, loadable, address, same_temperature, sampled_answers)
+RULES = (
+    every_group_is_taught,
+    only_with_use_opd,
+    teacher,
+    teacher_step,
+    loadable,
+    address,
+    same_temperature,
+    sampled_answers,
+)
