@@ -37,6 +37,16 @@ def test_fine_tuning_has_no_critic_whatever_the_estimator(flags):
     assert resolution.violations == () and "--critic-lr" in resolution.warnings[-1]
 
 
+def test_custom_advantages_need_the_same_samples_on_the_ranks_of_both(flags):
+    path = ["--custom-advantage-function-path", "examples.plugins.losses:leave_one_out"]
+    words = flags(*PPO, *path, "--global-batch-size", "8", "--n-samples-per-prompt", "8", "--rollout-batch-size", "1")
+    assert said(words) == ()
+    assert said([*words, "--critic-num-gpus-per-node", "2"]) == (
+        "--custom-advantage-function-path must see the same samples on the ranks of actor and critic, which differ: "
+        "data-parallel size 1 and 2",
+    )
+
+
 def test_slots_of_actor_critic_and_engines_add_up(flags):
     words = [word for word in flags(*PPO) if word != "--colocate"]
     cluster = parse_config([*words, "--critic-num-gpus-per-node", "4", "--rollout-num-gpus", "2"]).cluster

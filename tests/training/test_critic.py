@@ -215,6 +215,24 @@ def test_custom_advantages_are_those_of_the_critic_too(model_of: Callable[..., P
     assert of_actor["rollout/advantages"] == pytest.approx(mean_reward - of_critic["rollout/values"], rel=1e-4)
 
 
+def with_returns(args: Any, rollout_data: dict[str, Any]) -> None:
+    """Returns of 2 whatever the advantages are; those of the first sample are not finite."""
+    rollout_data["advantages"] = [torch.ones_like(values) for values in rollout_data["values"]]
+    rollout_data["returns"] = [torch.full_like(values, 2.0) for values in rollout_data["values"]]
+    rollout_data["returns"][0].fill_(float("nan"))
+
+
+def test_a_critic_learns_the_returns_that_a_custom_function_sets(model_of: Callable[..., Path]) -> None:
+    config = config_of(model_of(), "--fp32", *PPO, "--custom-advantage-function-path", f"{__name__}:with_returns")
+    batch = batch_of(make_samples())
+    with started(config) as actor:
+        batch = scored(batch, actor)
+    with started_critic(config) as critic:
+        (metrics,) = critic.train(scored(batch, critic)).steps
+    assert metrics["rollout/returns"] == pytest.approx(2 * (len(batch.samples) - 1) / len(batch.samples))
+    assert metrics["train/critic_loss"] > 0 and metrics["train/critic_grad_norm"] > 0, "neither is NaN"
+
+
 def save_with_critic(worker: CriticWorker, root: Path, rollout_id: int) -> None:
     """A checkpoint of a whole run as far as the critic reads it."""
     store = CheckpointStore(root)

@@ -24,6 +24,10 @@ __all__ = [
 ]
 
 
+ESTIMATES = ("advantages", "returns")
+"""What of ``rollout_data`` a run reads after --custom-advantage-function-path; the second only if it is there."""
+
+
 def read_correction(answer: Any, lengths: Sequence[int]) -> tuple[Tensor, list[Tensor] | None, dict[str, Tensor]]:
     """What --custom-tis-function-path returned: the loss [T], masks or None, and metrics of tokens [T].
 
@@ -97,7 +101,9 @@ def _try_advantage(trial: Trial) -> None:
     kept = dict(data)
     with trial.case("a rollout", lambda: {f"rollout_data[{name!r}]": value for name, value in kept.items()}):
         read_nothing(trial.call(trial.args.extended(role="actor"), data))
-        token_rows(data, "advantages", data["response_lengths"])
+        for name in ESTIMATES:
+            if name == "advantages" or name in data:
+                token_rows(data, name, data["response_lengths"])
 
 
 def _try_tis(trial: Trial) -> None:
@@ -165,11 +171,12 @@ CUSTOM_ADVANTAGE = Contract(
     purpose="Computes the advantages of a rollout, in place of --advantage-estimator.",
     when="Once a rollout on every rank of the actor's last pipeline stage, after the log-probs, with the samples of "
     "the rank. --normalize-advantages whitens what it leaves. Ranks that share samples (tensor and context parallel) "
-    "must come to the same result. With PPO also on the critic's, which learns advantages and values together; "
+    "must come to the same result. With PPO also on the critic's, whose ranks have the same samples; "
     'rollout_data["values"] are there then.',
     arguments=("args", "rollout_data"),
     returns='Nothing; it sets rollout_data["advantages"] to a list of tensors, one a sample with a value for each of '
-    "its response tokens.",
+    'its response tokens, and with PPO perhaps rollout_data["returns"] likewise: what the critic learns, else '
+    "advantages and values together. A sample with a value that is not finite is named and left out of training.",
     trial=_try_advantage,
     example="examples.plugins.losses:leave_one_out",
 )

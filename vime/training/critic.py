@@ -55,11 +55,14 @@ class CriticWorker(ModelWorker[Goal]):
             return [Goal(old_values_t=pack.rewards_n, returns_t=pack.rewards_n) for pack in packs]  # nobody reads them
         log_probs = [pack.scores.log_probs_t for pack in packs]
         ref_log_probs = [pack.scores.ref_log_probs_t for pack in packs]
-        found = self._hooks.advantages(batch, packs, log_probs=log_probs, ref_log_probs=ref_log_probs) or [
-            advantages_of(pack, self.config.algorithm, log_probs_t=own, ref_log_probs_t=ref)
+        custom = self._hooks.advantages(batch, packs, log_probs=log_probs, ref_log_probs=ref_log_probs)
+        if custom is not None:
+            returns: Sequence[Tensor | None] = custom.returns or [None] * len(packs)
+            return [_goal(*each) for each in zip(packs, custom.advantages, returns, strict=True)]
+        return [
+            _goal(pack, advantages_of(pack, self.config.algorithm, log_probs_t=own, ref_log_probs_t=ref))
             for pack, own, ref in zip(packs, log_probs, ref_log_probs, strict=True)
         ]
-        return [_goal(pack, advantages_t) for pack, advantages_t in zip(packs, found, strict=True)]
 
     def _resume_point(self) -> ResumePoint | None:
         """The critic of the checkpoint from which the actor goes on, in it or in the root of its own.
@@ -110,9 +113,12 @@ class CriticWorker(ModelWorker[Goal]):
         load_weights(inside if inside.is_dir() else directory, self.chunks, optional=(HEAD,))
 
 
-def _goal(pack: MicroBatch, advantages_t: Tensor) -> Goal:
-    """Returns are advantages and values together, before anything is whitened."""
+def _goal(pack: MicroBatch, advantages_t: Tensor, returns_t: Tensor | None = None) -> Goal:
+    """Returns are the user's, or advantages and values together, before anything is whitened."""
     values_t = pack.scores.values_t
     assert values_t is not None, "the critic scores a rollout before it trains on it"
     drop_not_finite(advantages_t, pack)
-    return Goal(old_values_t=values_t, returns_t=advantages_t + values_t)
+    if returns_t is None:
+        return Goal(old_values_t=values_t, returns_t=advantages_t + values_t)
+    drop_not_finite(returns_t, pack, what="a return")
+    return Goal(old_values_t=values_t, returns_t=returns_t.masked_fill(~pack.mask_t, 0.0))

@@ -65,7 +65,7 @@ def weight_scales(
     return [scales[number] for number in steps]
 
 
-def drop_not_finite(advantages_t: Tensor, pack: MicroBatch) -> int:
+def drop_not_finite(advantages_t: Tensor, pack: MicroBatch, *, what: str = "an advantage") -> int:
     """Takes samples that have an advantage which is not finite out of training, in place; returns how many.
 
     They keep their place in the denominators.
@@ -73,7 +73,7 @@ def drop_not_finite(advantages_t: Tensor, pack: MicroBatch) -> int:
     bad_n = not_finite(advantages_t, pack)
     names = [index for index, bad in zip(pack.indices, bad_n.tolist(), strict=True) if bad]
     if names:
-        logger.warning("sample %s: an advantage is not finite; not trained on", ", ".join(map(str, names)))
+        logger.warning("sample %s: %s is not finite; not trained on", ", ".join(map(str, names)), what)
         bad_t = bad_n.repeat_interleave(pack.lengths_n, output_size=len(advantages_t))
         advantages_t.masked_fill_(bad_t, 0.0)
         pack.mask_t.masked_fill_(bad_t, False)

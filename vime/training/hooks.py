@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,14 @@ from vime.training.rollout_data import Rows, rollout_data
 from vime.training.step import Objective
 from vime.types import Role, TrainBatch, TrainStep
 
-__all__ = ["TrainHooks"]
+__all__ = ["Estimates", "TrainHooks"]
+
+
+class Estimates(NamedTuple):
+    """What a user's function makes of a rollout, a tensor [T] of each micro-batch."""
+
+    advantages: list[Tensor]
+    returns: list[Tensor] | None  # what a critic is to learn; None: advantages and values together
 
 
 class TrainHooks:
@@ -63,8 +70,8 @@ class TrainHooks:
 
     def advantages(
         self, batch: TrainBatch, packs: Sequence[MicroBatch], **known: Sequence[Tensor | None]
-    ) -> list[Tensor] | None:
-        """What the user's function makes of the rollout, a tensor [T] of each micro-batch; None without a function.
+    ) -> Estimates | None:
+        """What the user's function makes of the rollout; None without a function.
 
         Args:
             known: values of response tokens by name, of each micro-batch.
@@ -74,12 +81,15 @@ class TrainHooks:
         data = rollout_data(batch, packs, **known)  # type: ignore[arg-type]
         lengths = [sample.response_length for sample in batch.samples]
 
-        def read(answer: Any) -> list[Tensor]:
+        def read(answer: Any) -> dict[str, list[Tensor]]:
             read_nothing(answer)
-            return token_rows(data, "advantages", lengths, finite=False)  # a sample that has others is left out
+            names = [name for name in losses.ESTIMATES if name == "advantages" or name in data]
+            return {name: token_rows(data, name, lengths, finite=False) for name in names}  # such samples are left out
 
         about = f"rollout {batch.rollout_id}, {_rank()}"
-        return Rows.of(batch).join(self._advantages.call(self.args, data, about=about, read=read))
+        found = self._advantages.call(self.args, data, about=about, read=read)
+        joined = {name: Rows.of(batch).join(rows) for name, rows in found.items()}
+        return Estimates(joined["advantages"], joined.get("returns"))
 
     def connected(self) -> None:
         """Megatron's process groups stand."""

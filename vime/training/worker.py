@@ -196,9 +196,8 @@ class TrainWorker(ModelWorker[Given]):
         old, ref = self._policies(packs, clock)
         if not is_last_stage():
             return [Given(advantages_t=pack.rewards_n) for pack in packs]  # nobody reads them
-        found = self._hooks.advantages(batch, packs, log_probs=old, ref_log_probs=ref) or self._advantages(
-            packs, old, ref
-        )
+        custom = self._hooks.advantages(batch, packs, log_probs=old, ref_log_probs=ref)
+        found = self._advantages(packs, old, ref) if custom is None else custom.advantages
         gaps = self._gaps(packs, old, teacher)
         of_teacher: LogProbs = gaps or [None] * len(packs)
         if gaps is not None:

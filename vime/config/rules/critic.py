@@ -91,7 +91,34 @@ def checkpoints(config: Config) -> Iterator[Violation]:
         yield from folder_is_free("--critic-save", critic.critic_save, "--critic-load", critic.critic_load)
 
 
-RULES = (where_sampled(only_with_critic), slots, overrides, checkpoints)
+def shared_samples(config: Config) -> Iterator[Violation]:
+    """A custom function computes advantages twice, of the samples of a rank: once for each model."""
+    if not config.algorithm.needs_critic or config.hooks.custom_advantage_function_path is None:
+        return
+    if min(config.cluster.critic_world_size, config.cluster.train_world_size) < 1:
+        return
+    shape = shape_or_none(config)
+    of_actor, of_critic = (_division(Layout.of(each, shape)) for each in (config, critic_config(config)))
+    if of_actor != of_critic:
+        differing = ", ".join(
+            f"{name} {of_actor[name]} and {of_critic[name]}" for name in of_actor if of_actor[name] != of_critic[name]
+        )
+        yield Violation(
+            "--custom-advantage-function-path must see the same samples on the ranks of actor and critic, which "
+            f"differ: {differing}"
+        )
+
+
+def _division(layout: Layout) -> dict[str, int]:
+    """What decides which samples a rank has."""
+    return {
+        "data-parallel size": layout.data if layout.model else 0,
+        "context-parallel size": layout.context,
+        "multiple of micro-batches": layout.micro_batch_multiple,
+    }
+
+
+RULES = (where_sampled(only_with_critic), slots, overrides, shared_samples, checkpoints)
 
 
 def actor_never_learns(config: Config) -> Iterator[Violation]:
