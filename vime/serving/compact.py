@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import socket
+import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
@@ -30,7 +32,8 @@ from vime.serving.guard import die_with_parent
 
 GENERATE = "/inference/v1/generate"
 COMPACT = "/vime/v1/generate"  # where the middleware leads requests for compact answers; routers know the other path
-ABORT = "/abort_requests"
+ABORTS = {"/abort_requests": True, "/inference/v1/abort_requests": False}  # whether no ids mean all requests
+CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of who sent a datagram, by the kernel
 IDS_A_MESSAGE = 1000  # about 50 kB; a datagram may hold 200
 
 Message = MutableMapping[str, Any]
@@ -51,8 +54,8 @@ class CompactAnswers:
             self._start(scope["app"])
         elif scope["type"] == "http" and scope["path"] == GENERATE and _accepts_compact(scope):
             scope["path"] = COMPACT
-        elif scope["type"] == "http" and scope["path"] == ABORT and self._peers is not None:
-            receive = await self._peers.overhear(receive)
+        elif scope["type"] == "http" and scope["path"] in ABORTS and self._peers is not None:
+            receive = await self._peers.overhear(receive, ABORTS[scope["path"]])
         await self._app(scope, receive, send)
 
     def _start(self, app: FastAPI) -> None:
@@ -141,21 +144,25 @@ class Peers:
     def __init__(self, address: str, count: int, engine: Any) -> None:
         self._engine = engine
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # anybody on this machine can send to it
         names = [f"\0vime {address} {number}" for number in range(count)]
         own = next(name for name in names if _bound(self._socket, name))
         self._others = [name for name in names if name != own]
         self._tasks: set[asyncio.Task[None]] = set()
         asyncio.get_running_loop().add_reader(self._socket, self._hear)
 
-    async def overhear(self, receive: Receive) -> Receive:
-        """Reads a request to abort and passes it on; returns what reads it once more."""
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-        self._tell(orjson.loads(body).get("request_ids") or [])
-        read = iter([{"type": "http.request", "body": body}])
+    async def overhear(self, receive: Receive, none_means_all: bool) -> Receive:
+        """Reads a request to abort and passes it on; returns what reads it once more.
+
+        One that vLLM will refuse, or that broke off, is not passed on.
+        """
+        messages: list[Message] = []
+        while not messages or messages[-1].get("more_body", False):
+            messages.append(await receive())
+        ids = _request_ids(b"".join(message.get("body", b"") for message in messages))
+        if ids is not None and (ids or none_means_all) and messages[-1]["type"] == "http.request":
+            self._tell(ids)
+        read = iter(messages)
 
         async def again() -> Message:
             return next(read, None) or await receive()
@@ -172,7 +179,10 @@ class Peers:
     def _hear(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
-                task = asyncio.ensure_future(self._abort(orjson.loads(self._socket.recv(1 << 18))))
+                data, sender, _, _ = self._socket.recvmsg(1 << 18, socket.CMSG_SPACE(CREDENTIALS.size))
+                if not any(CREDENTIALS.unpack(found)[1] == os.getuid() for _, _, found in sender):
+                    continue
+                task = asyncio.ensure_future(self._abort(orjson.loads(data)))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
@@ -182,6 +192,18 @@ class Peers:
             await self._engine.abort(request_ids)
         else:
             await self._engine.abort(list(self._engine.output_processor.request_states), internal=True)
+
+
+def _request_ids(body: bytes) -> list[str] | None:
+    """The ids in the body of a request to abort, [] for all requests; None where vLLM refuses the body."""
+    if not body:
+        return []
+    try:
+        read = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    ids = (read.get("request_ids") or []) if isinstance(read, dict) else None
+    return ids if isinstance(ids, list) and all(isinstance(each, str) for each in ids) else None
 
 
 def _bound(server: socket.socket, name: str) -> bool:

@@ -13,6 +13,7 @@ from vime.config import Config
 from vime.config.sections.parallel import Parallel
 from vime.platform import current
 from vime.training.layers.context import ContextPart
+from vime.weights.collective import join_store, open_store
 
 __all__ = ["connect", "context_part", "disconnect", "pack_multiple"]
 
@@ -28,13 +29,12 @@ def connect(config: Config, *, rank: int, world_size: int, master_addr: str, mas
     platform.bind_loopback(master_addr)
     device = platform.claim(local_rank=int(os.environ.get("LOCAL_RANK", rank)))
     timeout = datetime.timedelta(minutes=config.cluster.distributed_timeout_minutes)
-    dist.init_process_group(
-        platform.backend,
-        init_method=f"tcp://{master_addr}:{master_port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
+    meeting = {"timeout_s": timeout.total_seconds()}
+    if rank == 0:
+        store, _ = open_store(master_addr, master_port, **meeting)
+    else:
+        store = join_store(master_addr, master_port, **meeting)
+    dist.init_process_group(platform.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     parallel = config.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,

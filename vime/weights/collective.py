@@ -106,9 +106,9 @@ class Collective:
         threading.Thread(target=dispose, daemon=True, name="vime-abandoned-group").start()
 
 
-def open_store(address: str, *, timeout_s: float) -> tuple[Any, int]:
-    """Where the members find each other, and its port. It listens at ``address`` only."""
-    listener = socket.create_server((address, 0))
+def open_store(address: str, port: int = 0, *, timeout_s: float) -> tuple[Any, int]:
+    """Where the members find each other, and its port. It listens at ``address`` only; torch's own would everywhere."""
+    listener = socket.create_server((address, port))
     port: int = listener.getsockname()[1]
     store = _store(address, port, timeout_s, is_master=True, master_listen_fd=listener.detach())
     return store, port

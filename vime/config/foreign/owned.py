@@ -7,6 +7,7 @@ from collections.abc import Mapping
 _ENGINE_PORTS = "vime gives each engine a free port on its own"
 _ENGINE_ADDRESS = "engines listen on loopback, or on the node's address in a cluster"
 _ENGINE_WEIGHTS = "vime carries the weights itself"
+_ENGINE_SLOTS = "the slots of an engine share its tensors: use --rollout-num-gpus-per-engine"
 _PLACEMENT = "use --rollout-num-gpus and --rollout-num-gpus-per-engine"
 _DISAGGREGATION = "separate prefill and decode servers are not supported by this version"
 _SHARED_LAYOUT = "use --tensor-model-parallel-size and its kin"
@@ -22,6 +23,8 @@ OWNED: Mapping[str, Mapping[str, str]] = {
         "served-model-name": "the model is served under the path of --hf-checkpoint",
         "config": "use --config, which takes --vllm-* flags too",
         "tensor-parallel-size": "use --rollout-num-gpus-per-engine",
+        "pipeline-parallel-size": _ENGINE_SLOTS,
+        "prefill-context-parallel-size": _ENGINE_SLOTS,
         "data-parallel-size": _PLACEMENT,
         "data-parallel-rank": _PLACEMENT,
         "device-ids": _PLACEMENT,
