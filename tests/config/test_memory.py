@@ -113,3 +113,23 @@ def test_on_cpus_all_processes_share_the_machine(config: Callable[..., Config]) 
         "the run needs at least 74.9 GiB: 1 training ranks of 67.4 GiB (weights 7.5, gradients 15.0, optimizer 45.0) "
         "and 7.5 GiB of weights for each of 1 engine processes; this machine has 32.0"
     )
+
+
+@pytest.mark.parametrize("flags", [["--only-train-params-name-list", "final_layernorm"], ["--optimizer-cpu-offload"]])
+def test_what_is_not_known_of_gradients_and_optimizer_refuses_nothing(
+    config: Callable[..., Config], flags: list[str]
+) -> None:
+    assert told(config(*flags), gpu=40 * 2**30) == ""
+    assert "weights 7.5, gradients 0.0" in told(config(*flags), gpu=7 * 2**30)
+
+
+def test_an_engine_whose_weights_are_smaller_than_the_model_is_not_judged(config: Callable[..., Config]) -> None:
+    flags = ["--vllm-gpu-memory-utilization", "0.05"]
+    assert told(config(*flags)) != ""
+    assert told(config(*flags, "--vllm-quantization", "fp8")) == ""
+
+
+def test_a_size_of_keys_and_values_takes_the_place_of_the_share_of_a_gpu(config: Callable[..., Config]) -> None:
+    flags = ["--colocate", "--no-offload-train", "--vllm-kv-cache-memory-bytes"]
+    assert told(config(*flags, str(4 * 2**30))) == ""
+    assert "beside the engine's 87.5 " in told(config(*flags, str(80 * 2**30)))

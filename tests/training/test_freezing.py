@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tiny import add_mtp_layer, make_model
 from tests.training.harness import batch_of, config_of, free_port, make_samples, on_ranks, started
 from vime.checkpoints import CheckpointStore
 from vime.errors import UserError
@@ -107,3 +108,11 @@ def test_a_checkpoint_with_other_parameters_frozen_is_refused(model_of: Callable
     message = "iter_0000000 was saved with other parameters frozen: resume with the same --freeze-params-name-list"
     with pytest.raises(UserError, match=message), started(config):
         pass
+
+
+def test_a_draft_layer_that_is_to_learn_must_not_be_frozen(tmp_path: Path) -> None:
+    folder = add_mtp_layer(make_model(tmp_path / "model", "glm4_moe"))
+    flags = [*LEARNS, "--mtp-num-layers", "1", "--enable-mtp-training", "--only-train-params-name-list", "decoder"]
+    with pytest.raises(UserError, match="freezes the layer that --enable-mtp-training is to train"):
+        with started(config_of(folder, *flags)):
+            pass

@@ -6,6 +6,7 @@ take is only known when the run is there, and is logged then (metrics ``memory/.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ GIB = 2**30
 GRADIENT = 4  # bytes a parameter: gradients add up in float32
 MOMENTS = 8  # two of AdamW, in float32
 MAIN = 4  # float32 copies of parameters that are narrower
+SMALLER_WEIGHTS = ("quantization", "cpu_offload_gb")
+"""Flags of vLLM under which an engine's weights take another space than in the trainer's precision."""
 DEFAULT_UTILIZATION = 0.9  # vLLM's --gpu-memory-utilization
 
 
@@ -100,8 +103,19 @@ def needs(config: Config, shape: ModelShape) -> tuple[TrainerMemory, float]:
         itemsize=itemsize,
         shares_optimizer=config.parallel.use_distributed_optimizer,
     )
+    if _trains_unknown_part(config):
+        trainer = dataclasses.replace(trainer, gradients=0.0, optimizer=0.0)
     engine = engine_bytes(shape, itemsize=itemsize, processes=cluster.rollout_num_gpus_per_engine)
-    return trainer, engine if cluster.num_engines else 0.0
+    known = cluster.num_engines and not any(config.vllm.get(flag) for flag in SMALLER_WEIGHTS)
+    return trainer, engine if known else 0.0
+
+
+def _trains_unknown_part(config: Config) -> bool:
+    """How much of gradients and optimizer is on the devices is not told by the sizes of the model."""
+    optimizer = config.optimizer
+    selected = optimizer.only_train_params_name_list or optimizer.freeze_params_name_list
+    provided = config.hooks.custom_model_provider_path  # it may freeze parameters
+    return bool(selected or provided or config.megatron.get("optimizer_cpu_offload"))
 
 
 def shortage(config: Config, shape: ModelShape, *, gpu_bytes: int | None, host_bytes: int | None) -> str | None:
@@ -140,6 +154,11 @@ def _shortage_of_gpus(config: Config, trainer: TrainerMemory, engine: float, gpu
             f"--vllm-gpu-memory-utilization leaves it {usable / GIB:.1f}: a larger --rollout-num-gpus-per-engine "
             "spreads them"
         )
+    keys_and_values = config.vllm.get("kv_cache_memory_bytes")
+    if isinstance(keys_and_values, int):  # takes the place of the share of the GPU
+        usable = engine + keys_and_values
+    elif keys_and_values is not None:
+        usable = engine
     stays = cluster.colocate and not (cluster.offload_train and cluster.offload_rollout)
     if stays and engine and trainer.total + usable > gpu_bytes:
         return (

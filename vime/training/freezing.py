@@ -52,19 +52,23 @@ class Selection:
         for name, copies in parameters.items():
             for parameter in copies:
                 parameter.requires_grad = bool(matches[name]) is self.trains
-        self._check_everywhere(set().union(*matches.values()), _has_trained(parameters))
+        drafts = {name: copies for name, copies in parameters.items() if name.startswith("mtp.")}
+        drafts_idle = bool(drafts) and not _has_trained(drafts)
+        self._check_everywhere(set().union(*matches.values()), _has_trained(parameters), drafts_idle)
 
-    def _check_everywhere(self, matched: set[str], trained: bool) -> None:
+    def _check_everywhere(self, matched: set[str], trained: bool, drafts_idle: bool) -> None:
         ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, (matched, trained))
-        unused = set(self.patterns).difference(*(found for found, _ in ranks))
+        dist.all_gather_object(ranks, (matched, trained, drafts_idle))
+        unused = set(self.patterns).difference(*(found for found, _, _ in ranks))
         if unused:
             raise UserError(
                 f"{self.flag}: no parameter's name contains {', '.join(sorted(unused))}; names are Megatron's, such as "
                 "embedding.word_embeddings.weight, decoder.layers.0.self_attention.linear_qkv.weight or "
                 "output_layer.weight"
             )
-        idle = [rank for rank, (_, some) in enumerate(ranks) if not some]
+        if any(frozen for _, _, frozen in ranks):
+            raise UserError(f"{self.flag} freezes the layer that --enable-mtp-training is to train (mtp.*)")
+        idle = [rank for rank, (_, some, _) in enumerate(ranks) if not some]
         if idle:
             raise UserError(
                 f"{self.flag}: rank {', '.join(map(str, idle))} of {len(ranks)} would have no parameter to train; "

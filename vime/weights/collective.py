@@ -109,9 +109,9 @@ class Collective:
 def open_store(address: str, port: int = 0, *, timeout_s: float) -> tuple[Any, int]:
     """Where the members find each other, and its port. It listens at ``address`` only; torch's own would everywhere."""
     listener = socket.create_server((address, port))
-    port: int = listener.getsockname()[1]
-    store = _store(address, port, timeout_s, is_master=True, master_listen_fd=listener.detach())
-    return store, port
+    chosen: int = listener.getsockname()[1]
+    store = _store(address, chosen, timeout_s, is_master=True, master_listen_fd=listener.detach())
+    return store, chosen
 
 
 def join_store(address: str, port: int, *, timeout_s: float) -> Any:
