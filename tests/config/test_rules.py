@@ -439,6 +439,12 @@ SOMETHING_TO_LEARN = "exclude each other: there is something to learn from group
             "--disable-compute-advantages-and-returns leaves the critic of --advantage-estimator ppo without a use: "
             "give another estimator",
         ),
+        ("--ckpt-step 5", "--ckpt-step 5 needs --load: the checkpoints to pick from"),
+        ("--ref-ckpt-step 5", "--ref-ckpt-step 5 needs --ref-load: the checkpoints to pick from"),
+        (
+            "--ref-ckpt-step 5 --ref-load {model}",
+            "--ref-ckpt-step 5: --ref-load {model} is a Hugging Face folder, which has no steps",
+        ),
         (
             "--exclude-zero-signal-groups --disable-rewards-normalization",
             f"--exclude-zero-signal-groups and --disable-rewards-normalization {SOMETHING_TO_LEARN}",
@@ -455,7 +461,7 @@ SOMETHING_TO_LEARN = "exclude each other: there is something to learn from group
     ],
 )
 def test_parts_that_would_be_ignored_or_wrong_are_refused(flags, model_dir, words, message):
-    assert said(flags(*words.format(model=model_dir).split())) == (message,)
+    assert said(flags(*words.format(model=model_dir).split())) == (message.format(model=model_dir),)
 
 
 @pytest.mark.parametrize(("words", "message"), WARNINGS.items())

@@ -39,17 +39,9 @@ def teacher(config: Config) -> Iterator[Violation]:
 
 
 def teacher_step(config: Config) -> Iterator[Violation]:
-    """Of a checkpoint, which a Hugging Face folder and a server are not."""
-    distillation = config.distillation
-    given, load = distillation.opd_teacher_ckpt_step, distillation.opd_teacher_load
-    if given is None or not distillation.use_opd:
-        return
-    if distillation.opd_type == "vllm":
+    distillation, given = config.distillation, config.distillation.opd_teacher_ckpt_step
+    if distillation.use_opd and distillation.opd_type == "vllm" and given is not None:
         yield Violation(f"--opd-teacher-ckpt-step {given} needs --opd-type megatron: a server has one teacher")
-    elif load is not None and (Path(load) / "config.json").is_file():
-        yield Violation(
-            f"--opd-teacher-ckpt-step {given}: --opd-teacher-load {load} is a Hugging Face folder, which has no steps"
-        )
 
 
 def _said_by_a_function(config: Config) -> bool:

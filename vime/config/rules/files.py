@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vime.config.config import Config
-from vime.config.rules.base import Violation, known
+from vime.config.rules.base import Violation, known, option
 from vime.errors import UserError
 from vime.models.remote_code import needs_trust, tokenizer_code
 
@@ -52,6 +52,25 @@ def ref_load(config: Config) -> Iterator[Violation]:
 def load_is_a_root(config: Config) -> Iterator[Violation]:
     for flag, given in (("--load", config.checkpoint.load), ("--save", config.checkpoint.save)):
         yield from checkpoint_root(flag, given)
+
+
+def step_of_a_checkpoint(config: Config) -> Iterator[Violation]:
+    """Nothing else has steps to pick from."""
+    for step, name in (
+        ("ckpt_step", "load"),
+        ("ref_ckpt_step", "ref_load"),
+        ("opd_teacher_ckpt_step", "opd_teacher_load"),
+    ):
+        section = config.distillation if step.startswith("opd") else config.checkpoint
+        given, source = getattr(section, step), getattr(section, name)
+        if given is None:
+            continue
+        if source is None and section is config.checkpoint:
+            yield Violation(f"{option(step)} {given} needs {option(name)}: the checkpoints to pick from", (name,))
+        elif source is not None and (Path(source) / "config.json").is_file():
+            yield Violation(
+                f"{option(step)} {given}: {option(name)} {source} is a Hugging Face folder, which has no steps"
+            )
 
 
 def checkpoint_root(flag: str, given: str | None) -> Iterator[Violation]:
@@ -122,4 +141,4 @@ def templates(config: Config) -> Iterator[Violation]:
             yield Violation(f"{flag} {template}: it must contain {{rollout_id}}, which becomes the rollout's number")
 
 
-RULES = (hf_checkpoint, ref_load, load_is_a_root, save_is_free, prompt_files, templates)
+RULES = (hf_checkpoint, ref_load, load_is_a_root, step_of_a_checkpoint, save_is_free, prompt_files, templates)
