@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import multiprocessing
 import os
+import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from vime.weights.broadcast import GRACE_S, Receiver, Sender, WrongBytes, bucket_bytes, moved, pack
 from vime.weights.checksum import checksum
+from vime.weights.collective import TransferFailed, Transmission
 from vime.weights.invitation import Invitation, SendReport
 from vime.weights.lifeline import Lifeline, PeerLost
 from vime.weights.plan import PlanMismatch, WeightPlan
@@ -230,6 +238,119 @@ def test_tensors_in_another_order_than_the_plans_are_refused(
     assert "is to be sent where the plan has a" in str(future.exception())
 
 
+def test_a_failure_of_the_trainer_is_raised_there_and_every_member_hears_of_it(
+    group: Callable[..., Group], weights: Weights, plan: WeightPlan
+) -> None:
+    """Errors of CUDA and of collective operations are RuntimeErrors like those of the group."""
+
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        yield from list(weights.items())[:3]
+        raise RuntimeError("CUDA out of memory")
+
+    two = group(2)
+    futures = [two.threads.submit(leaving, receiver, plan) for receiver in two.receivers]
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="CUDA out of memory"):
+        two.sender.send(plan, BUCKET, gathered())
+    assert [str(future.exception()) for future in futures] == ["the trainer failed: CUDA out of memory"] * 2
+    assert time.monotonic() - begin < TIMEOUT_S / 2
+
+
+def test_a_failure_after_the_last_bucket_leaves_nobody_waiting(
+    group: Callable[..., Group], weights: Weights, plan: WeightPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = group(1)
+
+    def fails(_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(alone.sender, "_state", fails)
+    future = alone.threads.submit(leaving, alone.receivers[0], plan)
+    with pytest.raises(MemoryError):
+        alone.sender.send(plan, BUCKET, weights.items())
+    assert str(future.exception(TIMEOUT_S / 2)) == "the trainer failed: MemoryError"
+
+
+def test_a_member_that_fails_before_it_is_ready_is_heard_at_once(
+    group: Callable[..., Group], weights: Weights, plan: WeightPlan
+) -> None:
+    """Also while another one, which is asked first, keeps the sender waiting."""
+    two = group(2)
+    begin = time.monotonic()
+    two.receivers[1].close(PlanMismatch("another plan"))
+    report = two.sender.send(plan, BUCKET, weights.items())
+    assert "rank 2 failed: PlanMismatch: another plan" in report.failures[2]
+    assert time.monotonic() - begin < GRACE_S + 2
+
+
+def test_no_bucket_outlives_its_transmission(group: Callable[..., Group], weights: Weights, plan: WeightPlan) -> None:
+    alone = group(1)
+    buckets: list[StorageWeakRef] = []
+
+    def noting(receiver: Receiver, plan: WeightPlan) -> None:
+        for _, data in receiver.receive(plan, BUCKET):
+            buckets.append(StorageWeakRef(data.untyped_storage()))
+            del data
+
+    alone.transmit(plan, weights, {1: noting})
+    sent = alone.sender._collective
+    assert sent is not None and all(each.is_over for each in sent._under_way)
+    deadline = time.monotonic() + 5
+    while not all(bucket.expired() for bucket in buckets) and time.monotonic() < deadline:
+        time.sleep(0.01)  # gloo's own thread lets go of the last one
+    assert len(buckets) == 4
+    assert [bucket.expired() for bucket in buckets] == [True] * 4
+
+
+def test_an_operation_of_nccl_that_failed_is_not_taken_for_one_that_succeeded() -> None:
+    """A stand-in for NCCL, whose ``wait`` raises nothing."""
+    work = SimpleNamespace(is_completed=lambda: True, wait=lambda: None, exception=lambda: RuntimeError("broken"))
+    transmission = Transmission(work, SimpleNamespace(is_cuda=True), "a to b")  # type: ignore[arg-type]
+    with pytest.raises(TransferFailed, match="broken"):
+        transmission.wait(timeout_s=1, check=lambda: None)
+
+
+def test_an_operation_that_ended_because_somebody_left_is_no_success() -> None:
+    def check() -> None:
+        raise PeerLost("the trainer is gone")
+
+    work = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+    with pytest.raises(PeerLost):
+        Transmission(work, torch.zeros(1), "a to b").wait(timeout_s=1, check=check)
+
+
+def _leaves_and_ends() -> None:
+    """With an operation under way."""
+    pair = Group(1)
+    collective = pair.receivers[0]._collective
+    assert collective is not None
+    collective.broadcast(torch.zeros(8, dtype=torch.uint8), "what nobody sends")
+    pair.close()
+
+
+def test_a_process_that_leaves_its_group_ends_in_peace() -> None:
+    script = "from tests.weights.test_broadcast import _leaves_and_ends; _leaves_and_ends()"
+    ended = subprocess.run([sys.executable, "-c", script], check=False, timeout=60, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_lifeline_works_beyond_the_descriptors_that_select_knows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    here, there = _tcp_pair()
+    high = fcntl.fcntl(here.fileno(), fcntl.F_DUPFD, 1500)
+    here.close()
+    mine, theirs = Lifeline(socket.socket(fileno=high), "the other"), Lifeline(there, "me")
+    try:
+        theirs.send(heard=1)
+        assert mine.receive(timeout_s=1) == {"heard": 1}
+        mine.check()
+    finally:
+        mine.close()
+        theirs.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_nobody_joins_without_the_secret() -> None:
     sender = Sender("127.0.0.1", 1, timeout_s=5.0)
     with ThreadPoolExecutor() as threads:
@@ -243,6 +364,42 @@ def test_nobody_joins_without_the_secret() -> None:
     receiver.close()
     sender.close()
     stranger.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"[1]",
+        b"5",
+        b"[" * 100_000,
+        b'{"rank": null, "secret": "x"}',
+        b'{"rank": 1, "secret": "\xc3\xa9"}',
+        b'{"rank": 1, "secret": "\\ud800"}',
+        b"\xff",
+    ],
+)
+def test_nonsense_keeps_nobody_from_joining(said: bytes) -> None:
+    sender = Sender("127.0.0.1", 1, timeout_s=5.0)
+    address = sender.invitation.address, sender.invitation.port
+    with ThreadPoolExecutor() as threads, socket.create_connection(address) as silent:
+        joining = threads.submit(sender.join)
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(said + b"\n")
+            begin = time.monotonic()
+            receiver = Receiver(sender.invitation, 1, "rank 1")
+            joining.result()
+            assert time.monotonic() - begin < 3
+        assert silent.recv(1) == b"", "it is turned away in the end"
+    receiver.close()
+    sender.close()
+
+
+def test_a_known_secret_does_not_make_up_for_a_rank_that_is_none() -> None:
+    sender = Sender("127.0.0.1", 1, timeout_s=0.5)
+    with socket.create_connection((sender.invitation.address, sender.invitation.port)) as member:
+        member.sendall(json.dumps({"rank": None, "secret": sender.invitation.secret}).encode() + b"\n")
+        with pytest.raises(PeerLost, match="no sign of rank 1"):
+            sender.join()
 
 
 def test_a_member_that_never_comes_is_named() -> None:

@@ -163,20 +163,25 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Loads one bucket of shared memory, or all that is broadcast."""
-        assert self._plan is not None, "vLLM calls this only after start_weight_update"
-        if update_info.digest != self._plan.digest:
-            raise PlanMismatch("the update follows another plan than the announced one")
-        if update_info.path:
-            self._load(self._shared(update_info, self._plan))
-            return
+        try:
+            plan = self._plan
+            assert plan is not None, "vLLM calls this only after start_weight_update"
+            if update_info.digest != plan.digest:
+                raise PlanMismatch("the update follows another plan than the announced one")
+            if update_info.path:
+                self._load(self._shared(update_info, plan))
+            else:
+                self._load_broadcast(plan, update_info.bucket_bytes)
+        except BaseException as error:
+            self._leave(error)  # a sender that waits for this process hears of it at once
+            raise
+
+    def _load_broadcast(self, plan: WeightPlan, bucket_bytes: int) -> None:
         if self._receiver is None:
             raise RuntimeError("weights are broadcast, but this process is in no group")
-        try:
-            for bucket, data in self._receiver.receive(self._plan, update_info.bucket_bytes):
-                self._load((spec.name, view(data, moved(spec, bucket))) for spec in bucket)
-        except BaseException as error:
-            self._leave(error)
-            raise
+        for bucket, data in self._receiver.receive(plan, bucket_bytes):
+            self._load((spec.name, view(data, moved(spec, bucket))) for spec in bucket)
+            del data  # not held while the next is waited for, unless the model keeps views of it
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         update = self._update

@@ -1,7 +1,8 @@
 """Weights over a process group: the trainer's end, and the end in each process of an engine.
 
 The sender packs one bucket while the one before is under way, and states a checksum of each bucket, which it computed
-from its own copy; a receiver compares. Besides its own weights a sender holds two buckets, a receiver at most three.
+from its own copy; a receiver compares. Besides its own weights a sender holds two buckets. A receiver holds three, and
+those of which whoever loads them still holds a view; between two transmissions neither holds any.
 
 No step waits for ever, and none waits for somebody who is gone: every member has a lifeline to the sender. When a
 member ends, fails or is silent for too long, the sender tells the others, all leave the group, and its report says who
@@ -17,15 +18,16 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vime.weights.checksum import checksum
-from vime.weights.collective import Collective, Transmission, empty_bytes, join_store, open_store
+from vime.weights.collective import Collective, TransferFailed, Transmission, empty_bytes, join_store, open_store
 from vime.weights.invitation import Invitation, SendReport
-from vime.weights.lifeline import Lifeline, PeerLost
+from vime.weights.lifeline import Lifeline, PeerLost, wait_for_any
 from vime.weights.plan import PlanMismatch, TensorSpec, WeightPlan
 from vime.weights.shm import view
 
@@ -88,39 +90,53 @@ class Sender:
             )
             self._greet(self._collective)
         except BaseException as error:
-            self.close(str(error))
+            self.close(described(error))
             raise
 
     def _accept_all(self, deadline: float) -> None:
-        assert self._listener is not None, "the group has its members"
-        while len(self._lifelines) < self.invitation.world_size - 1:
-            self._listener.settimeout(ACCEPT_S)
-            try:
-                connection, _ = self._listener.accept()
-            except TimeoutError:
+        """Nobody who says nothing, or nonsense, keeps the others waiting."""
+        listener = self._listener
+        assert listener is not None, "the group has its members"
+        listener.settimeout(0.0)
+        strangers: list[Lifeline] = []
+        try:
+            while len(self._lifelines) < self.invitation.world_size - 1:
+                wait_for_any([listener, *strangers], min(ACCEPT_S, deadline - time.monotonic()))
+                with suppress(BlockingIOError, ConnectionError):
+                    strangers.append(Lifeline(listener.accept()[0], "somebody"))
+                strangers = [lifeline for lifeline in strangers if not self._has_spoken(lifeline)]
                 self._check()
-                if time.monotonic() < deadline:
-                    continue
-                missing = sorted(set(range(1, self.invitation.world_size)) - set(self._lifelines))
-                raise PeerLost(f"no sign of rank {', '.join(map(str, missing))} of the weight group") from None
-            self._admit(Lifeline(connection, "somebody"))
-        self._listener.close()
+                if time.monotonic() >= deadline:
+                    self._complain_of_missing()
+        finally:
+            for lifeline in strangers:
+                lifeline.close()
+        listener.close()
         self._listener = None
 
-    def _admit(self, lifeline: Lifeline) -> None:
-        """Who does not say the secret is turned away."""
+    def _complain_of_missing(self) -> None:
+        if missing := self._missing():
+            raise PeerLost(f"no sign of rank {', '.join(map(str, missing))} of the weight group")
+
+    def _has_spoken(self, lifeline: Lifeline) -> bool:
+        """Admits who says the secret, and turns away who says anything else."""
         try:
-            hello = lifeline.receive(timeout_s=10)
-            rank, secret = int(hello["rank"]), str(hello["secret"])
-        except (PeerLost, LookupError, ValueError):
+            if (hello := lifeline.received()) is None:
+                return False
+            known = hmac.compare_digest(str(hello.get("secret")).encode(), self.invitation.secret.encode())
+        except (PeerLost, ValueError):
             lifeline.close()
-            return
-        known = hmac.compare_digest(secret, self.invitation.secret)
-        if not known or rank in self._lifelines or not 0 < rank < self.invitation.world_size:
+            return True
+        rank = hello.get("rank")
+        if not known or not isinstance(rank, int) or rank not in self._missing():
             lifeline.close()
-            return
+            return True
         lifeline.name = str(hello.get("name", f"rank {rank}"))
         self._lifelines[rank] = lifeline
+        return True
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(1, self.invitation.world_size) if rank not in self._lifelines]
 
     def _greet(self, collective: Collective) -> None:
         """Makes the connections before anything waits for them, and finds a group that carries nothing."""
@@ -128,27 +144,33 @@ class Sender:
         timeout_s = self.invitation.timeout_s
         collective.broadcast(greeting, "the greeting").wait(timeout_s=timeout_s, check=self._check)
         said = int(checksum(greeting))
-        for lifeline in self._lifelines.values():
-            heard = lifeline.receive(timeout_s=timeout_s).get("heard")
-            if heard != said:
-                raise WrongBytes(f"the weight group does not carry what is sent: {lifeline.name} got something else")
+        for rank, answer in self._hear_all().items():
+            if answer.get("heard") != said:
+                name = self._lifelines[rank].name
+                raise WrongBytes(f"the weight group does not carry what is sent: {name} got something else")
 
     def send(self, plan: WeightPlan, max_bytes: int, tensors: Iterable[tuple[str, Tensor]]) -> SendReport:
         """Sends the tensors, which come in the plan's order, in buckets of at most ``max_bytes`` (or one tensor).
 
-        When members fail, the report says so; this may leave ``tensors`` unread.
+        When members fail, the report says so; this may leave ``tensors`` unread. Whatever fails here, such as the
+        reading of ``tensors``, is raised as it is; every member hears of it, and fails too.
 
         Raises:
-            PlanMismatch: a tensor is not the one that the plan has there. Every member then fails too.
+            PlanMismatch: a tensor is not the one that the plan has there.
         """
         begin = time.monotonic()
         try:
-            sums = self._send_buckets(plan, max_bytes, tensors)
-        except PlanMismatch as error:
-            self.close(str(error))
-            raise
-        except RuntimeError as error:
+            return self._send(plan, max_bytes, tensors, begin)
+        except (PeerLost, TransferFailed) as error:
             return self._give_up(str(error), time.monotonic() - begin)
+        except BaseException as error:
+            self.close(described(error))
+            raise
+
+    def _send(
+        self, plan: WeightPlan, max_bytes: int, tensors: Iterable[tuple[str, Tensor]], begin: float
+    ) -> SendReport:
+        sums = self._send_buckets(plan, max_bytes, tensors)
         failures = self._state(sums)
         seconds = time.monotonic() - begin
         if failures:
@@ -182,9 +204,26 @@ class Sender:
 
     def _await_ready(self) -> None:
         """A broadcast to somebody who does not listen yet could not be given up; so all say that they listen."""
-        for lifeline in self._lifelines.values():
-            if not lifeline.receive(timeout_s=self.invitation.timeout_s).get("ready"):
-                raise PeerLost(f"{lifeline.name} said something else than that it is ready")
+        for rank, answer in self._hear_all().items():
+            if not answer.get("ready"):
+                raise PeerLost(f"{self._lifelines[rank].name} said something else than that it is ready")
+
+    def _hear_all(self) -> dict[int, dict[str, Any]]:
+        """One message of every member, by rank. Raises PeerLost as soon as one fails, or when the time is up."""
+        timeout_s = self.invitation.timeout_s
+        deadline = time.monotonic() + timeout_s
+        heard: dict[int, dict[str, Any]] = {}
+        while True:
+            self._check()  # before: what it reads is taken here, and what comes later ends the waiting
+            for rank, lifeline in self._lifelines.items():
+                if rank not in heard and (message := lifeline.received()) is not None:
+                    heard[rank] = message
+            silent = [lifeline.name for rank, lifeline in self._lifelines.items() if rank not in heard]
+            if not silent:
+                return heard
+            if time.monotonic() >= deadline:
+                raise PeerLost(f"{', '.join(silent)} sent no answer within {timeout_s:g} s")
+            wait_for_any(self._lifelines.values(), deadline - time.monotonic())
 
     def _wait(self, transmission: Transmission) -> None:
         transmission.wait(timeout_s=self.invitation.timeout_s, check=self._check)
@@ -202,9 +241,10 @@ class Sender:
                 lifeline.send(checksums=stated)
             except PeerLost as lost:
                 failures[rank] = str(lost)
+        begin = time.monotonic()
         for rank, lifeline in self._lifelines.items():
             try:
-                lifeline.receive(timeout_s=self.invitation.timeout_s)
+                lifeline.receive(timeout_s=self.invitation.timeout_s, since=begin)
             except PeerLost as lost:
                 failures.setdefault(rank, str(lost))
         return failures
@@ -214,11 +254,11 @@ class Sender:
         failures = {}
         for lifeline in self._lifelines.values():
             lifeline.fail(reason)
-        deadline = time.monotonic() + GRACE_S
+        begin = time.monotonic()
         for rank, lifeline in self._lifelines.items():
             try:
                 while True:
-                    lifeline.receive(timeout_s=max(0.0, deadline - time.monotonic()))
+                    lifeline.receive(timeout_s=GRACE_S, since=begin)
             except PeerLost as lost:
                 if not lost.interrupted:
                     failures[rank] = str(lost)
@@ -298,7 +338,10 @@ class Receiver:
         for bucket in buckets:
             while waiting and len(under_way) < 2:
                 following = waiting.popleft()
-                under_way.append(self._collective.broadcast(empty_bytes(bucket_bytes(following)), describe(following)))
+                memory = empty_bytes(bucket_bytes(following))
+                with self._others_fault():
+                    under_way.append(self._collective.broadcast(memory, describe(following)))
+                del memory
             data = self._arrived(under_way.popleft())
             sums.append(checksum(data))
             yield bucket, data
@@ -318,7 +361,7 @@ class Receiver:
         except PeerLost:
             self._interrupted = True
             raise
-        except RuntimeError as error:
+        except TransferFailed as error:
             self._interrupted = True
             raise PeerLost(f"{self._last_words()}; what was seen here: {str(error).splitlines()[0]}") from None
 
@@ -349,6 +392,10 @@ class Receiver:
     @property
     def is_open(self) -> bool:
         return self._collective is not None
+
+
+def described(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def bucket_bytes(bucket: tuple[TensorSpec, ...]) -> int:

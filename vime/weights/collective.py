@@ -6,6 +6,7 @@ between CPUs.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import socket
 import threading
@@ -20,31 +21,44 @@ from torch import Tensor
 
 from vime.platform import current
 
-__all__ = ["Collective", "TransferTimeout", "Transmission"]
+__all__ = ["Collective", "TransferFailed", "TransferTimeout", "Transmission"]
 
 POLL_S = 2e-4
 CHECK_S = 0.05  # how often a waiting process looks whether the others still live
 
 
-class TransferTimeout(RuntimeError):
+EXIT_S = 5.0  # how long a process that ends waits for groups that it has left
+
+_abandoned: set[threading.Thread] = set()
+
+
+class TransferFailed(RuntimeError):
+    """An operation of the group failed, as torch says it. Other errors of whoever takes part are not this."""
+
+
+class TransferTimeout(TransferFailed):
     """An operation did not end in time."""
 
 
 class Transmission:
-    """One broadcast under way. ``data`` must not be touched until ``wait`` has returned."""
+    """One broadcast under way. ``data`` must not be touched until ``wait`` has returned; then nothing here holds it."""
 
     def __init__(self, work: Any, data: Tensor, what: str) -> None:
         self._work, self._data, self._what = work, data, what
 
+    @property
+    def is_over(self) -> bool:
+        return self._work is None
+
     def wait(self, *, timeout_s: float, check: Callable[[], None]) -> Tensor:
-        """Returns the data once it is there.
+        """Returns the data once it is there. Only once.
 
         Args:
-            check: called now and then; what it raises ends the waiting.
+            check: called now and then, and in the end; what it raises ends the waiting.
 
         Raises:
             TransferTimeout: it took longer than ``timeout_s``.
-            RuntimeError: the operation failed, as torch says it.
+            TransferFailed: the operation failed.
         """
         begin = checked = time.monotonic()
         while not self._work.is_completed():
@@ -55,13 +69,24 @@ class Transmission:
                 check()
                 checked = now
             time.sleep(POLL_S)
-        self._work.wait()  # raises what went wrong; has the device's own queue wait where there is one
-        return self._data
+        try:
+            self._work.wait()  # has the device's own queue wait where there is one
+            # gloo's wait raises what went wrong; NCCL's does not, and a failed operation counts as completed
+            if self._data.is_cuda and (error := self._work.exception()) is not None:
+                raise error
+        except RuntimeError as error:
+            raise TransferFailed(str(error)) from None
+        check()  # a group that somebody left may have ended the operation without any error
+        data = self._data
+        del self._data
+        self._work = None  # it holds the data too
+        return data
 
     def drain(self) -> None:
         """Waits for an operation that nobody is interested in any more."""
-        with contextlib.suppress(RuntimeError):
-            self._work.wait()
+        if self._work is not None:
+            with contextlib.suppress(RuntimeError):
+                self._work.wait()
 
 
 class Collective:
@@ -79,11 +104,14 @@ class Collective:
         self._under_way: list[Transmission] = []
 
     def broadcast(self, data: Tensor, what: str) -> Transmission:
-        """Sends ``data`` (rank 0) or fills it (the others), without waiting."""
+        """Sends ``data`` (rank 0) or fills it (the others), without waiting. Raises TransferFailed."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
-        transmission = Transmission(self._group.broadcast([data], options), data, what)
-        self._under_way = [*self._under_way[-2:], transmission]
+        try:
+            transmission = Transmission(self._group.broadcast([data], options), data, what)
+        except RuntimeError as error:
+            raise TransferFailed(f"{what}: {error}") from None
+        self._under_way = [*(each for each in self._under_way if not each.is_over), transmission]
         return transmission
 
     def abandon(self) -> None:
@@ -102,8 +130,19 @@ class Collective:
                 transmission.drain()
             under_way.clear()
             del group, store
+            _abandoned.discard(threading.current_thread())
 
-        threading.Thread(target=dispose, daemon=True, name="vime-abandoned-group").start()
+        thread = threading.Thread(target=dispose, daemon=True, name="vime-abandoned-group")
+        _abandoned.add(thread)
+        thread.start()
+
+
+@atexit.register
+def _await_abandoned() -> None:
+    """A thread that the interpreter stops on its way out of torch would abort the process."""
+    deadline = time.monotonic() + EXIT_S
+    for thread in list(_abandoned):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def open_store(address: str, port: int = 0, *, timeout_s: float) -> tuple[Any, int]:

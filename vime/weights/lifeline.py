@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import select
 import socket
 import time
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
-__all__ = ["Lifeline", "PeerLost"]
+__all__ = ["Lifeline", "PeerLost", "wait_for_any"]
 
 MAX_LINE_BYTES = 1 << 24
 KEEP_ALIVE_S = 10  # idle until the kernel asks a silent machine whether it lives; three times, 5 s apart
@@ -70,18 +72,32 @@ class Lifeline:
         except OSError as error:
             raise PeerLost(f"{self.name} is gone: {error}") from None
 
-    def receive(self, *, timeout_s: float) -> dict[str, Any]:
-        """The next message. Raises PeerLost if there is none in time, or if it says that the other side failed."""
-        deadline = time.monotonic() + timeout_s
-        while b"\n" not in self._unread:
-            if not self._read(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+    def receive(self, *, timeout_s: float, since: float | None = None) -> dict[str, Any]:
+        """The next message. Raises PeerLost if there is none in time, or if it says that the other side failed.
+
+        Args:
+            since: when the time began, of ``time.monotonic``; now if left out.
+        """
+        deadline = (time.monotonic() if since is None else since) + timeout_s
+        while (message := self.received()) is None:
+            if time.monotonic() >= deadline:
                 raise PeerLost(f"{self.name} sent no answer within {timeout_s:g} s")
-        line, _, self._unread = self._unread.partition(b"\n")
-        return self._parsed(line)
+            wait_for_any([self], deadline - time.monotonic())
+        return message
+
+    def received(self) -> dict[str, Any] | None:
+        """The next message if it is there. Does not wait; raises PeerLost like ``receive``."""
+        while b"\n" not in self._unread:
+            if not self._read():
+                return None
+        line, _, rest = self._unread.partition(b"\n")
+        message = self._parsed(line)  # that the other side failed stays to be heard again
+        self._unread = rest
+        return message
 
     def check(self) -> None:
         """Does not wait. Raises PeerLost if the other side is gone or said that it failed."""
-        while self._read(0.0):
+        while self._read():
             pass
         self._look_for_failure()
 
@@ -93,23 +109,33 @@ class Lifeline:
     def close(self) -> None:
         self._socket.close()
 
+    def fileno(self) -> int:
+        """Below 0 once it is closed."""
+        return self._socket.fileno()
+
     def _look_for_failure(self) -> None:
         for line in self._unread.split(b"\n")[:-1]:
             self._parsed(line)
 
     def _parsed(self, line: bytes) -> dict[str, Any]:
-        message: dict[str, Any] = json.loads(line)
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise PeerLost(f"{self.name} sends nonsense")
         if "failed" in message:
             interrupted = bool(message.get("interrupted"))
             raise PeerLost(f"{self.name} failed: {message['failed']}", interrupted=interrupted)
         return message
 
-    def _read(self, timeout_s: float) -> bool:
+    def _read(self) -> bool:
         """Reads what there is; False if nothing came."""
         try:
-            if not select.select([self._socket], [], [], timeout_s)[0]:
-                return False
+            self._socket.settimeout(0.0)
             data = self._socket.recv(1 << 16)
+        except BlockingIOError:
+            return False
         except (OSError, ValueError) as error:
             raise PeerLost(f"{self.name} is gone: {error}") from None
         if not data:
@@ -119,3 +145,20 @@ class Lifeline:
         if len(self._unread) > MAX_LINE_BYTES:
             raise PeerLost(f"{self.name} sends nonsense")
         return True
+
+
+class HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+def wait_for_any(connections: Iterable[HasFileno], timeout_s: float) -> None:
+    """Returns when there is something to read on any of them, one is closed, or the time is up.
+
+    With ``poll``, because ``select`` knows no descriptor above 1023, and a large run has more.
+    """
+    poller = select.poll()
+    for connection in connections:
+        if (descriptor := connection.fileno()) < 0:
+            return
+        poller.register(descriptor, select.POLLIN)
+    poller.poll(math.ceil(1000 * max(0.0, timeout_s)))

@@ -17,7 +17,11 @@ class Engine:
     vllm_server_concurrency: int = flag(512, help="Most requests in flight for each engine.")
     request_timeout_s: float = flag(1800.0, help="Deadline of one generation request, in seconds.")
     engine_start_timeout_s: float = flag(600.0, help="Deadline of the start of an engine, in seconds.")
-    weight_sync_timeout_s: float = flag(600.0, help="Deadline of one weight sync, in seconds.")
+    weight_sync_timeout_s: float = flag(
+        600.0,
+        help="Deadline of each step of a weight sync on each engine, in seconds. Where weights go over a group, "
+        "each wait for one of its members ends after 120 s at the latest.",
+    )
     weight_probe_interval: int = flag(
         10, help="Check that the weights arrived after the first sync and every so many; 0: after the first only."
     )
