@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -193,3 +194,50 @@ async def test_an_engine_that_refuses_the_plan_is_heard_before_anybody_waits_in_
         await sync(Broadcast(trainer, bucket_bytes=BUCKET), good, Refuses("e1"))
     assert good.calls == ["announce"]
     assert trainer.groups == []
+
+
+async def test_engines_that_have_everything_go_on_when_the_others_find_no_group_again(trainer: Trainer) -> None:
+    """One lacks the weights after the broadcast, and the group that is to bring them to it does not come about."""
+
+    class Forgetful(Engine):
+        async def update(self, info: dict[str, Any], *, timeout_s: float) -> None:
+            await super().update(info, timeout_s=timeout_s)
+            raise EngineError("e1 answered update with 500")
+
+        async def announce(self, info: dict[str, Any], *, timeout_s: float) -> None:
+            if "update" in self.calls:
+                trainer.sender.close()  # type: ignore[union-attr]
+                raise EngineError("e1 answered announce with 500")
+            await super().announce(info, timeout_s=timeout_s)
+
+    transfer = Broadcast(trainer, bucket_bytes=BUCKET)
+    good, forgetful, blamed = Engine("e0"), Forgetful("e1"), Forgetful("e2")
+    original = trainer.broadcast_weights
+
+    async def blames(bucket_bytes: int) -> SendReport:
+        return replace(await original(bucket_bytes), failures={3: "rank 3 is gone"})
+
+    trainer.broadcast_weights = blames  # type: ignore[method-assign]
+    with pytest.raises(SyncError, match="step 'join': e1 answered announce with 500") as caught:
+        await sync(transfer, good, forgetful, blamed)
+    assert list(caught.value.failures) == ["e2", "e1"]
+    assert "the trainer says: " in caught.value.failures["e1"]
+    assert has_everything(good) and good.dead is None and good.calls[-1] == "resume"
+
+
+async def test_a_failure_of_the_trainer_is_raised_as_it_is(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gathered() -> Any:
+        yield from list(WEIGHTS.items())[:4]
+        raise RuntimeError("CUDA out of memory")
+
+    async def broadcast_weights(bucket_bytes: int) -> SendReport:
+        assert trainer.sender is not None
+        return await asyncio.to_thread(trainer.sender.send, PLAN, bucket_bytes, gathered())
+
+    transfer = Broadcast(trainer, bucket_bytes=BUCKET)
+    engine = Engine("e0")
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="CUDA out of memory"):
+        patch.setattr(trainer, "broadcast_weights", broadcast_weights)
+        await sync(transfer, engine)
+    await sync(transfer, engine)
+    assert trainer.groups == [1, 1], "the group was gone"

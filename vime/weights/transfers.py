@@ -98,13 +98,18 @@ class Broadcast:
         if list(self._members) == list(engines):
             return
         self._members = {}
-        sizes = await asyncio.gather(*(engine.world_size(timeout_s=timeout_s) for engine in engines))
+        sizes: dict[EngineControl, int] = {}
+
+        async def ask(engine: EngineControl) -> None:
+            sizes[engine] = await engine.world_size(timeout_s=timeout_s)
+
+        await every_engine(engines, lambda engine: step("size", ask(engine)))
         deadline_s = min(timeout_s, OPERATION_TIMEOUT_S)
-        self._invitation = await self._trainer.invite_engines(sum(sizes), deadline_s)
+        self._invitation = await self._trainer.invite_engines(sum(sizes.values()), deadline_s)
         first, members = 1, {}
-        for engine, size in zip(engines, sizes, strict=True):
-            members[engine] = range(first, first + size)
-            first += size
+        for engine in engines:
+            members[engine] = range(first, first + sizes[engine])
+            first += sizes[engine]
         joined, failed = await asyncio.gather(
             self._trainer.join_engines(),
             failures_of(engines, lambda engine: step("join", self._invite(engine, members[engine], timeout_s))),
@@ -112,8 +117,9 @@ class Broadcast:
         )
         if isinstance(failed, BaseException):
             raise failed
-        if failed:
-            raise SyncError({engine.url: str(error) for engine, error in failed.items()})
+        if failed:  # the trainer knows who was late or gone, or has failed itself; the engines see only that it left
+            cause = f"the trainer says: {last_line(joined)}; " if isinstance(joined, BaseException) else ""
+            raise SyncError({engine.url: f"{cause}{error}" for engine, error in failed.items()})
         if isinstance(joined, BaseException):
             raise joined
         self._members = members
@@ -127,7 +133,14 @@ class Broadcast:
         lost: dict[EngineControl, EngineError] = {}
         remaining = list(engines)
         while remaining:
-            await self._connect(remaining, timeout_s)
+            try:
+                await self._connect(remaining, timeout_s)
+            except SyncError as error:  # those that have everything already serve it
+                lost |= {
+                    each: EngineError(error.failures[each.url]) for each in remaining if each.url in error.failures
+                }
+                remaining = [engine for engine in remaining if engine not in lost]
+                continue
             failed, to_blame = await self._broadcast(remaining, timeout_s)
             if failed:
                 self._members = {}  # the trainer has left the group
@@ -152,10 +165,14 @@ class Broadcast:
             failures_of(engines, lambda engine: step("load", engine.update(info, timeout_s=timeout_s))),
             return_exceptions=True,
         )
-        if isinstance(report, BaseException):
+        if isinstance(report, BaseException):  # the trainer's own failure
+            self._members = {}
             raise report
         if isinstance(failed, BaseException):
             raise failed
+        if report.interrupted and not report.failures:
+            why = EngineError(f"the broadcast was interrupted: {report.interrupted}")
+            failed = {engine: failed.get(engine, why) for engine in engines}
         blamed = {self._engine_of(rank): reason for rank, reason in report.failures.items()}
         for engine, reason in blamed.items():
             failed[engine] = EngineError(f"{failed.get(engine, engine)}; the trainer says: {reason}")
@@ -163,3 +180,8 @@ class Broadcast:
 
     def _engine_of(self, rank: int) -> EngineControl:
         return next(engine for engine, ranks in self._members.items() if rank in ranks)
+
+
+def last_line(error: BaseException) -> str:
+    """Where a remote error names its cause, below the traceback."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
