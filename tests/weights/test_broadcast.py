@@ -394,6 +394,25 @@ def test_nonsense_keeps_nobody_from_joining(said: bytes) -> None:
     sender.close()
 
 
+def test_a_member_that_dies_before_the_group_is_made_is_named_at_once() -> None:
+    """Gloo would wait for it until its own, much longer deadline."""
+    sender = Sender("127.0.0.1", 2, timeout_s=TIMEOUT_S)
+    invitation = sender.invitation
+    with ThreadPoolExecutor() as threads:
+        joining = threads.submit(sender.join)
+        doomed = Lifeline.to(invitation.address, invitation.port, "the trainer", timeout_s=5)
+        doomed.send(rank=2, secret=invitation.secret, name="rank 2")
+        other = threads.submit(Receiver, invitation, 1, "rank 1")
+        doomed.receive(timeout_s=5)
+        time.sleep(0.5)  # the others are making the group
+        begin = time.monotonic()
+        doomed.close()
+        with pytest.raises(PeerLost, match="rank 2 is gone"):
+            joining.result()
+        assert "the trainer failed: rank 2 is gone" in str(other.exception())
+        assert time.monotonic() - begin < 5
+
+
 def test_a_known_secret_does_not_make_up_for_a_rank_that_is_none() -> None:
     sender = Sender("127.0.0.1", 1, timeout_s=0.5)
     with socket.create_connection((sender.invitation.address, sender.invitation.port)) as member:

@@ -81,12 +81,13 @@ class Sender:
             store, port = open_store(invitation.address, timeout_s=invitation.timeout_s)
             for lifeline in self._lifelines.values():
                 lifeline.send(store_port=port)
-            self._collective = Collective(
+            self._collective = Collective.meet(
                 store,
                 0,
                 invitation.world_size,
                 address=invitation.address,
                 timeout_s=2 * PATIENCE * invitation.timeout_s,
+                check=self._check,
             )
             self._greet(self._collective)
         except BaseException as error:
@@ -310,13 +311,15 @@ class Receiver:
         with self._others_fault():  # the others may be late
             port = int(lifeline.receive(timeout_s=PATIENCE * invitation.timeout_s)["store_port"])
         store = join_store(invitation.address, port, timeout_s=invitation.timeout_s)
-        self._collective = Collective(
-            store,
-            self._rank,
-            invitation.world_size,
-            address=lifeline.own_address,
-            timeout_s=2 * PATIENCE * invitation.timeout_s,
-        )
+        with self._others_fault():
+            self._collective = Collective.meet(
+                store,
+                self._rank,
+                invitation.world_size,
+                address=lifeline.own_address,
+                timeout_s=2 * PATIENCE * invitation.timeout_s,
+                check=lifeline.check,
+            )
         heard = self._arrived(self._collective.broadcast(empty_bytes(GREETING_BYTES), "the greeting"))
         lifeline.send(heard=int(checksum(heard)))
 

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -102,6 +103,30 @@ class Collective:
         self._group: Any = current().broadcast_group(store, rank, size, address=address, timeout_s=timeout_s)
         self._store = store
         self._under_way: list[Transmission] = []
+
+    @classmethod
+    def meet(
+        cls, store: Any, rank: int, size: int, *, address: str, timeout_s: float, check: Callable[[], None]
+    ) -> Collective:
+        """Makes a member. Gloo waits for all others meanwhile, and ``check`` may end the waiting by raising."""
+        if current().name != "cpu":  # NCCL waits for nobody before the first operation
+            return cls(store, rank, size, address=address, timeout_s=timeout_s)
+        made: Future[Collective] = Future()
+
+        def make() -> None:
+            try:
+                made.set_result(cls(store, rank, size, address=address, timeout_s=timeout_s))
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=make, daemon=True, name="vime-meeting-group").start()
+        try:
+            while not wait([made], CHECK_S).done:
+                check()
+        except BaseException:
+            made.add_done_callback(lambda late: None if late.exception() else late.result().abandon())
+            raise
+        return made.result()
 
     def broadcast(self, data: Tensor, what: str) -> Transmission:
         """Sends ``data`` (rank 0) or fills it (the others), without waiting. Raises TransferFailed."""
