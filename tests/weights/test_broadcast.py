@@ -252,7 +252,8 @@ def test_a_failure_of_the_trainer_is_raised_there_and_every_member_hears_of_it(
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="CUDA out of memory"):
         two.sender.send(plan, BUCKET, gathered())
-    assert [str(future.exception()) for future in futures] == ["the trainer failed: CUDA out of memory"] * 2
+    for future in futures:  # what the group itself saw, if that came first, stands behind it
+        assert str(future.exception()).startswith("the trainer failed: CUDA out of memory")
     assert time.monotonic() - begin < TIMEOUT_S / 2
 
 
@@ -268,7 +269,7 @@ def test_a_failure_after_the_last_bucket_leaves_nobody_waiting(
     future = alone.threads.submit(leaving, alone.receivers[0], plan)
     with pytest.raises(MemoryError):
         alone.sender.send(plan, BUCKET, weights.items())
-    assert str(future.exception(TIMEOUT_S / 2)) == "the trainer failed: MemoryError"
+    assert str(future.exception(TIMEOUT_S / 2)).startswith("the trainer failed: MemoryError")
 
 
 def test_a_member_that_fails_before_it_is_ready_is_heard_at_once(
