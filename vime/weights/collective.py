@@ -189,5 +189,4 @@ def _store(address: str, port: int, timeout_s: float, **options: Any) -> Any:
 
 def empty_bytes(size: int) -> Tensor:
     """Memory on this process's device."""
-    device = current().device() if current().name == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    return torch.empty(size, dtype=torch.uint8, device=device)
+    return torch.empty(size, dtype=torch.uint8, device=current().device())
