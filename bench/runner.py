@@ -49,13 +49,17 @@ def _run(command: list[str], log: Path, timeout_s: float) -> dict[str, Any]:
         output, _ = child.communicate(timeout=timeout_s)
     if child.returncode != 0:
         return {"error": f"ended with status {child.returncode}; {_last_words(log)}"}
-    return _objects(output.decode())
+    try:
+        return _objects(output.decode())
+    except ValueError as error:
+        return {"error": f"what it printed is no result ({error}); {_last_words(log)}"}
 
 
 def _objects(text: str) -> dict[str, Any]:
+    """Raises ValueError for anything but one or more JSON objects."""
     found: dict[str, Any] = {}
     rest = text.strip()
-    while rest:
+    while rest or not found:
         one, end = json.JSONDecoder().raw_decode(rest)
         found |= one
         rest = rest[end:].lstrip()

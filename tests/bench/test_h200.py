@@ -53,3 +53,9 @@ def test_a_ratio_needs_both_sides() -> None:
     assert ratios({"http_1": http}) == {"http_1": {}}
     assert ratios({"http_1": http, "offline": {"tokens_per_s": {"256": [100]}}}) == {"http_1": {"256": 0.92}}
     assert ratios({"http_1": {"error": "not finished"}, "offline": {"error": "not finished"}}) == {"http_1": {}}
+
+
+def test_a_command_that_prints_no_object_has_no_result(tmp_path: Path) -> None:
+    for printed in ("", "done"):
+        result = run_command([sys.executable, "-c", f"print({printed!r})"], tmp_path / "log", 30)
+        assert result["error"].startswith("what it printed is no result")

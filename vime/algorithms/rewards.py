@@ -10,7 +10,15 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from numbers import Real
 
-__all__ = ["EQUAL_STD", "check_finite", "group_normalize", "has_signal", "overlong_penalty", "zero_std_counts"]
+__all__ = [
+    "EQUAL_STD",
+    "check_finite",
+    "group_normalize",
+    "has_signal",
+    "overlong_penalty",
+    "unchanged",
+    "zero_std_counts",
+]
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation before the division."""
@@ -92,6 +100,12 @@ def _groups(rewards: Sequence[float], group_ids: Sequence[Hashable]) -> dict[Has
     for position, group_id in enumerate(group_ids):
         groups[group_id].append(position)
     return groups
+
+
+def unchanged(rewards: Sequence[float]) -> list[float]:
+    """The rewards as they are, for estimators that compare no answers; raises ValueError like ``check_finite``."""
+    check_finite(rewards)
+    return [float(reward) for reward in rewards]
 
 
 def check_finite(rewards: Sequence[object]) -> None:

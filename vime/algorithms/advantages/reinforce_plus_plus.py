@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from vime.algorithms.advantages.base import AdvantageEstimator, AdvantageSettings, PackedSamples
-from vime.algorithms.rewards import check_finite
+from vime.algorithms.rewards import unchanged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +29,7 @@ class ReinforcePlusPlus(AdvantageEstimator, name="reinforce_plus_plus"):
     def normalize_rewards(
         self, rewards: Sequence[float], group_ids: Sequence[Hashable], *, std: bool = True
     ) -> list[float]:
-        check_finite(rewards)
-        return [float(reward) for reward in rewards]
+        return unchanged(rewards)
 
     def advantages(self, samples: PackedSamples, settings: AdvantageSettings) -> Tensor:
         from vime.algorithms.gae import gae
