@@ -1,0 +1,156 @@
+"""A transcript only grows, and knows of each token whose it is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from vime.data.codec import sample_from_json, sample_to_json
+from vime.rollout.multi_turn.transcript import NotAppended, Transcript
+from vime.types import Generation, Sample, Status
+
+PROMPT = [1, 2, 3]
+
+
+def generation(*token_ids: int, version: int = 4) -> Generation:
+    return Generation(
+        token_ids=list(token_ids),
+        log_probs=[-token / 10 for token in token_ids],
+        weight_versions=[version] * len(token_ids),
+        finish_reason="stop",
+    )
+
+
+def sampled(transcript: Transcript, *token_ids: int, version: int = 4) -> None:
+    transcript.sampled(generation(*token_ids, version=version), transcript.tokens)
+
+
+def two_turns() -> Transcript:
+    transcript = Transcript(PROMPT)
+    sampled(transcript, 10, 11)
+    transcript.said([20, 21, 22])
+    sampled(transcript, 12, version=5)
+    return transcript
+
+
+def written(transcript: Transcript, sample: Sample | None = None) -> Sample:
+    sample = sample or Sample(index=0, group_index=0)
+    transcript.write(sample, status=Status.COMPLETED, response="text")
+    return sample
+
+
+def test_what_was_sampled_is_trained_and_what_was_said_is_not() -> None:
+    sample = written(two_turns())
+    assert sample.tokens == [1, 2, 3, 10, 11, 20, 21, 22, 12]
+    assert sample.response_length == 6
+    assert sample.loss_mask == [1, 1, 0, 0, 0, 1]
+    assert sample.rollout_log_probs == [-1.0, -1.1, 0.0, 0.0, 0.0, -1.2]
+    assert sample.weight_versions == [4, 4, 4, 4, 4, 5]
+    assert (sample.response, sample.status) == ("text", Status.COMPLETED)
+    sample.validate()
+
+
+def test_turns_are_known_by_their_places() -> None:
+    transcript = two_turns()
+    assert transcript.turns == (range(3, 5), range(8, 9))
+    assert (transcript.turn(0), transcript.turn(-1)) == ((10, 11), (12,))
+    assert written(transcript).metadata["multi_turn"] == {"turns": [[0, 2], [5, 6]]}
+
+
+def test_a_turn_that_was_sampled_in_pieces_is_one_turn() -> None:
+    transcript = Transcript(PROMPT)
+    sampled(transcript, 10, version=1)
+    sampled(transcript, 11, version=2)
+    assert transcript.turns == (range(3, 5),)
+    assert written(transcript).weight_versions == [1, 2]
+
+
+def test_an_answer_without_tokens_is_no_turn() -> None:
+    transcript = Transcript(PROMPT)
+    sampled(transcript)
+    assert transcript.turns == () and not transcript.in_turn
+
+
+def test_what_is_said_before_the_first_turn_has_the_version_of_that_turn() -> None:
+    transcript = Transcript(PROMPT)
+    transcript.said([7])
+    assert written(transcript).weight_versions == []
+    sampled(transcript, 10, version=9)
+    assert written(transcript).weight_versions == [9, 9]
+
+
+@pytest.mark.parametrize("given", [[1, 2], [1, 2, 4], [1, 2, 3, 10]])
+def test_an_answer_to_other_tokens_is_refused(given: list[int]) -> None:
+    """A dialogue that was rendered anew, or shortened, is not what stands here."""
+    with pytest.raises(NotAppended, match=rf"continued {len(given)} tokens which are not the 3 of this transcript"):
+        Transcript(PROMPT).sampled(generation(10), given)
+
+
+def test_answers_without_log_probs_or_versions_are_refused() -> None:
+    transcript = Transcript(PROMPT)
+    bare = Generation(token_ids=[10], log_probs=[], weight_versions=[1], finish_reason="stop")
+    nan = Generation(token_ids=[10], log_probs=[math.nan], weight_versions=[1], finish_reason="stop")
+    with pytest.raises(NotAppended, match="1 tokens has 0 log-probs and 1 weight versions"):
+        transcript.sampled(bare, transcript.tokens)
+    with pytest.raises(NotAppended, match="not finite"):
+        transcript.sampled(nan, transcript.tokens)
+    assert transcript.tokens == tuple(PROMPT)
+
+
+@pytest.mark.parametrize("said", ["text", [1.5], [-1]])
+def test_only_token_ids_can_be_said(said: object) -> None:
+    with pytest.raises(NotAppended, match="must be token ids"):
+        Transcript(PROMPT).said(said)  # type: ignore[arg-type]
+
+
+def test_there_is_no_transcript_without_a_prompt() -> None:
+    with pytest.raises(NotAppended, match="at least one token"):
+        Transcript([])
+
+
+def test_a_sample_with_other_tokens_is_not_overwritten() -> None:
+    with pytest.raises(NotAppended, match="its 2 tokens are not the first of the 9"):
+        written(two_turns(), Sample(index=0, tokens=[1, 9]))
+    assert written(two_turns(), Sample(index=0, tokens=[1, 2])).response_length == 6
+
+
+def test_what_is_handed_out_cannot_be_changed_behind_its_back() -> None:
+    transcript = two_turns()
+    sample = written(transcript)
+    sample.tokens.append(99)
+    sample.loss_mask = None
+    assert len(transcript) == 9 and transcript.loss_mask == (1, 1, 0, 0, 0, 1)
+
+
+def test_an_interrupted_sample_goes_on_where_it_was_also_after_a_checkpoint() -> None:
+    interrupted = sample_from_json(sample_to_json(written(two_turns())))
+    transcript = Transcript.of(interrupted)
+    sampled(transcript, 13, version=6)
+    transcript.said([23])
+    sample = written(transcript, interrupted)
+    assert sample.tokens == [1, 2, 3, 10, 11, 20, 21, 22, 12, 13, 23]
+    assert sample.loss_mask == [1, 1, 0, 0, 0, 1, 1, 0]
+    assert sample.weight_versions == [4, 4, 4, 4, 4, 5, 6, 6]
+    assert sample.metadata["multi_turn"]["turns"] == [[0, 2], [5, 7]]
+
+
+def test_turns_of_an_interrupted_sample_stay_turns_when_its_tokens_are_masked_meanwhile() -> None:
+    interrupted = written(two_turns())
+    interrupted.loss_mask = [0] * 6
+    transcript = Transcript.of(interrupted)
+    assert transcript.turns == (range(3, 5), range(8, 9)) and transcript.in_turn
+    sampled(transcript, 13)
+    assert written(transcript).loss_mask == [0, 0, 0, 0, 0, 0, 1]
+
+
+def test_a_sample_of_the_usual_generate_function_is_one_turn() -> None:
+    sample = Sample(
+        index=0, tokens=[1, 2, 3], response_length=2, rollout_log_probs=[-1.0, -1.0], weight_versions=[1, 1]
+    )
+    assert Transcript.of(sample).turns == (range(1, 3),)
+
+
+def test_a_sample_without_log_probs_cannot_be_continued() -> None:
+    with pytest.raises(NotAppended, match="2 response tokens cannot be continued"):
+        Transcript.of(Sample(index=0, tokens=[1, 2, 3], response_length=2))
