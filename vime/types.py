@@ -28,6 +28,10 @@ WeightVersion: TypeAlias = int
 Role: TypeAlias = Literal["actor", "critic"]
 """The models that learn."""
 
+CHILD_STRIDE = 1 << 40
+"""How far the indices of the children of one sample are apart: no run draws that many samples, and 8,192 children
+still have indices that JSON's numbers hold exactly."""
+
 
 class InvalidSample(UserError):
     """A Sample which breaks a rule that training relies on. The message names the sample and the rule."""
@@ -88,6 +92,7 @@ class Sample:
 
     group_index: int | None = None  # which group (prompt draw) it belongs to, unique in a run
     index: int | None = None  # unique in a run
+    parent_index: int | None = None  # a child's: of the drawn sample of which one generate call made several
     rollout_id: int | None = None
     prompt: str | list[Message] = ""
     tokens: list[int] = field(default_factory=list)  # [L] prompt and response ids
@@ -144,8 +149,23 @@ class Sample:
         return len(self.tokens) - self.response_length
 
     @property
+    def origin(self) -> int | None:
+        """The index of the drawn sample: the parent's, or its own."""
+        return self.index if self.parent_index is None else self.parent_index
+
+    def adopt(self, parent: int, number: int) -> None:
+        """Makes it a child, the ``number``-th from 0, of the drawn sample ``parent``.
+
+        The identity is a function of both alone; the first child has its parent's index.
+        """
+        self.parent_index, self.index = parent, parent + number * CHILD_STRIDE
+
+    @property
     def name(self) -> str:
         """How messages name this sample."""
+        if self.parent_index is not None and self.index is not None:
+            number = (self.index - self.parent_index) // CHILD_STRIDE
+            return f"child {number} of sample {self.parent_index} (group {self.group_index}, rollout {self.rollout_id})"
         return f"sample {self.index} (group {self.group_index}, rollout {self.rollout_id})"
 
     def score(self, reward_key: str | None = None) -> float:
@@ -199,7 +219,8 @@ class Sample:
 
 
 Group: TypeAlias = list[Sample]
-"""The n samples of one prompt draw; all share ``group_index``."""
+"""The n samples of one prompt draw; all share ``group_index``. Where a generate call made several samples of one, its
+children stand in its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +251,8 @@ class TrainSample:
     weight_versions: tuple[WeightVersion, ...]  # [T], or empty where the generate function gave none
     raw_reward: float  # 0 where there is none
     reward: float  # after group normalisation or the user's post-processing; 0 where there is none
+    parent_index: int | None = None  # see ``Sample.parent_index``
+    sibling_tokens: int = 0  # trained tokens of the other children of its parent: they share a denominator
     graded: bool = True  # whether there is a reward; a sample without one is never trained on
     truncated: bool = False
     metadata: dict[str, Any] | None = None
@@ -244,10 +267,20 @@ class TrainSample:
     def trained_tokens(self) -> int:
         return sum(self.loss_mask)
 
+    @property
+    def origin(self) -> int:
+        """The index of the drawn sample: the parent's, or its own."""
+        return self.index if self.parent_index is None else self.parent_index
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The key by which samples are ordered: children follow each other in the place of their parent."""
+        return self.origin, self.index
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
-    """All samples of one rollout, ordered by index whatever the order in which they finished."""
+    """All samples of one rollout, in their ``order`` whatever the order in which they finished."""
 
     rollout_id: int
     samples: tuple[TrainSample, ...]
@@ -268,8 +301,10 @@ class TrainStep:
     """
 
     micro_batches: tuple[tuple[int, ...], ...]  # positions in TrainBatch.samples; equally many on every rank
-    num_samples: int  # N: samples of the step that count, over all ranks; the global batch size unless some do not
-    num_tokens: int  # sum over those of max(trained tokens, 1), over all ranks
+    num_samples: (
+        int  # N: drawn samples of the step that count, over all ranks; the global batch size unless some do not
+    )
+    num_tokens: int  # sum of max(trained tokens, 1) over all samples that count, children one by one, over all ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

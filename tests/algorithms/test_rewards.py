@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -124,3 +125,41 @@ def test_the_buffer_lies_within_the_longest_answer(buffer):
 def test_rewards_and_estimators_load_without_torch():
     code = "import sys, vime.algorithms.rewards, vime.algorithms.advantages; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+FAN_OUT = [1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+"""Four drawn samples: three children that got 1, 1 and 0, one alone with 0, two with 0 and 1, one with 0."""
+PARENTS = [0, 0, 0, 1, 2, 2, 3]
+
+
+def test_siblings_that_share_a_reward_are_one_entry():
+    """As [1, 0, 0, 0] without children, whose deviation is 0.5."""
+    found = group_normalize([1, 1, 1, 0, 0, 0, 0], [0] * 7, parents=[0, 0, 0, 1, 2, 2, 3])
+    assert found == pytest.approx([1.5, 1.5, 1.5, -0.5, -0.5, -0.5, -0.5], abs=1e-5)
+
+
+def test_siblings_that_differ_weigh_as_much_together():
+    """Drawn samples have 2/3, 0, 1/2 and 0, so the mean is 7/24; the deviation is sqrt((2/3 (17/24)² + 1/3 (7/24)² +
+    (7/24)² + 1/2 (7/24)² + 1/2 (17/24)² + (7/24)²) / 3) = 0.5248."""
+    without = group_normalize(FAN_OUT, [0] * 7, std=False, parents=PARENTS)
+    assert without == pytest.approx([17 / 24, 17 / 24, *[-7 / 24] * 3, 17 / 24, -7 / 24])
+    found = group_normalize(FAN_OUT, [0] * 7, parents=PARENTS)
+    assert found == pytest.approx([1.34960, 1.34960, *[-0.55572] * 3, 1.34960, -0.55572], abs=1e-5)
+
+
+def test_siblings_are_told_apart_even_where_drawn_samples_are_not():
+    """Drawn samples that are equal on average divide by no deviation of nothing: what siblings differ is in it."""
+    assert group_normalize([1, 0, 0.5], [0] * 3, parents=[0, 0, 1]) == pytest.approx([1.0, -1.0, 0.0], abs=1e-5)
+    assert group_normalize([1, 0], [0, 0], parents=[5, 5]) == pytest.approx([1.0, -1.0], abs=1e-5)
+    assert group_normalize([0.3] * 3, [0] * 3, parents=[0, 0, 1]) == [0.0] * 3
+
+
+@given(st.lists(st.tuples(st.floats(-3, 3, width=16), st.integers(0, 3)), min_size=2, max_size=12))
+def test_drawn_samples_balance_and_no_advantage_explodes(pairs):
+    rewards, parents = zip(*pairs, strict=True)
+    sizes = Counter(parents)
+    found = group_normalize(rewards, [0] * len(rewards), parents=parents)
+    means = [value / sizes[parent] for value, parent in zip(found, parents, strict=True)]
+    assert math.fsum(means) == pytest.approx(0.0, abs=1e-6)
+    for value, parent in zip(found, parents, strict=True):
+        assert abs(value) <= math.sqrt(max(len(sizes) - 1, 1) * sizes[parent]) + 1e-9

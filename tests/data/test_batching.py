@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vime.data.batching import karmarkar_karp, make_train_batches, split_into_steps
 from vime.errors import UserError
-from vime.types import RolloutBatch, TrainSample
+from vime.types import CHILD_STRIDE, RolloutBatch, TrainSample
 
 
 def sample(index, length=10, group=None, trained=1):
@@ -180,3 +180,78 @@ def test_whatever_the_lengths(case):
             else:
                 assert len(micro) == options["micro_batch_size"]
     assert make_train_batches(batch, **options) == batches
+
+
+def children_of(*counts, trained=1):
+    """That many children of each drawn sample, in one group of all; the n-th child trains n more tokens."""
+    return tuple(
+        dataclasses.replace(
+            sample(parent + child * CHILD_STRIDE, group=0, trained=trained + child),
+            parent_index=parent if count > 1 else None,
+        )
+        for parent, count in enumerate(counts)
+        for child in range(count)
+    )
+
+
+def test_a_step_has_as_many_drawn_samples_as_the_global_batch_size_whatever_became_of_them():
+    samples = children_of(3, 1, 1, 2)
+    (batch,) = make_train_batches(RolloutBatch(rollout_id=0, samples=samples), dp_size=1, global_batch_size=2)
+    assert [[s.origin for s in batch.samples if s.counts]] == [[0, 0, 0, 1, 2, 3, 3]]
+    assert [[batch.samples[p].origin for micro in step.micro_batches for p in micro] for step in batch.steps] == [
+        [0, 0, 0, 1],
+        [2, 3, 3],
+    ]
+    assert [(s.num_samples, s.num_tokens) for s in batch.steps] == [(2, 1 + 2 + 3 + 1), (2, 1 + 1 + 2)]
+    with pytest.raises(UserError, match="its 4 samples are not a multiple of the global batch size 3"):
+        make_train_batches(RolloutBatch(rollout_id=0, samples=samples), dp_size=1, global_batch_size=3)
+
+
+def test_children_know_what_their_siblings_train_wherever_those_are():
+    batches = make_train_batches(RolloutBatch(rollout_id=0, samples=children_of(3, 1)), dp_size=2, global_batch_size=2)
+    by_rank = [{(s.origin, s.trained_tokens): s.sibling_tokens for s in batch.samples} for batch in batches]
+    assert by_rank == [{(0, 1): 5, (0, 3): 3}, {(0, 2): 4, (1, 1): 0}]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_idle_copies_fill_the_ranks_where_children_do_not(dynamic):
+    batches = make_train_batches(
+        RolloutBatch(rollout_id=0, samples=children_of(3, 1, 1)), dp_size=4, global_batch_size=3,
+        use_dynamic_batch_size=dynamic, max_tokens_per_gpu=20,
+    )  # fmt: skip
+    assert len({len(step.micro_batches) for batch in batches for step in batch.steps}) == 1
+    idle = [s for batch in batches for s in batch.samples if not s.counts]
+    assert len(idle) == 3 and not any(s.trained_tokens or s.graded for s in idle)
+    assert all((s.num_samples, s.num_tokens) == (3, 8) for batch in batches for s in batch.steps)
+
+
+@settings(deadline=None)
+@given(cases(), st.data())
+def test_whatever_becomes_of_drawn_samples(case, data):
+    """Every child is trained once, in the step of its siblings, and shares are right for each."""
+    batch, options = case
+    families = [children_of(data.draw(st.integers(1, 4)), trained=data.draw(st.integers(0, 2))) for _ in batch.samples]
+    samples = [
+        dataclasses.replace(
+            child,
+            index=drawn.index + child.index,
+            parent_index=None if child.parent_index is None else drawn.index,
+            group_index=drawn.group_index,
+        )
+        for drawn, family in zip(batch.samples, families, strict=True)
+        for child in family
+    ]
+    batches = make_train_batches(dataclasses.replace(batch, samples=tuple(samples)), **options)
+    step_of: dict[int, set[int]] = {}
+    used = []
+    for rank in batches:
+        for number, step in enumerate(rank.steps):
+            assert step.num_samples == options["global_batch_size"]
+            for one in (rank.samples[p] for micro in step.micro_batches for p in micro):
+                if one.counts:
+                    used.append(one.index)
+                    step_of.setdefault(one.origin, set()).add(number)
+                    siblings = (s for s in samples if s.origin == one.origin and s.index != one.index)
+                    assert one.sibling_tokens == sum(s.trained_tokens for s in siblings)
+    assert sorted(used) == sorted(s.index for s in samples)
+    assert all(len(numbers) == 1 for numbers in step_of.values())

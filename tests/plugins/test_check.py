@@ -35,8 +35,12 @@ WRONG = [
         "must return a list of 5 rewards, not float 1.0 (for a group of 5)",
     ),
     ("custom-rm-path --group-rm", "group_too_few", "must return a list of 5 rewards, not 4 of them (for a group of 5)"),
-    ("custom-generate-function-path", "generate_text", "must return the Sample, not str 'the answer'"),
-    ("custom-generate-function-path", "generate_fan_out", "must return the Sample, not list"),
+    (
+        "custom-generate-function-path",
+        "generate_text",
+        "must return the Sample or a list of Samples, not str 'the answer'",
+    ),
+    ("custom-generate-function-path", "generate_nothing", "returned an empty list"),
     ("custom-generate-function-path", "generate_pending", "must set sample.status"),
     ("custom-generate-function-path", "generate_short_mask", "loss_mask has 1 entries for 2 response tokens"),
     ("custom-generate-function-path", "generate_without_prompt", "returned a sample without prompt"),
@@ -59,7 +63,7 @@ WRONG = [
     ("custom-reward-post-process-path", "process_by_position", "raised IndexError: "),
     ("custom-reward-post-process-path", "process_changes_samples", "must not change samples[0].reward"),
     ("custom-rollout-log-function-path", "log_divides", "raised TypeError: "),
-    ("rollout-sample-hook", "hook_drops", "must return the Sample, not str 'dropped'"),
+    ("rollout-sample-hook", "hook_drops", "must return the Sample or a list of Samples, not str 'dropped'"),
     ("rollout-sample-hook", "hook_breaks_mask", "loss_mask has 1 entries for 6 response tokens"),
     (
         "dynamic-sampling-filter-path",

@@ -83,8 +83,8 @@ async def generate_text(args, sample, sampling_params):
     return "the answer"
 
 
-async def generate_fan_out(args, sample, sampling_params):
-    return [sample, sample]
+async def generate_nothing(args, sample, sampling_params):
+    return []
 
 
 async def generate_pending(args, sample, sampling_params):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from examples.plugins import filters, rewards
 from tests.rollout.fakes import FakeRecorder, FakeRewarder, FakeSource
+from vime.data.codec import sample_from_json, sample_to_json
 from vime.errors import UserError
 from vime.plugins import Hook, HookError
 from vime.rollout.hooks import (
@@ -22,7 +26,7 @@ from vime.rollout.hooks import (
     sample_hook,
 )
 from vime.rollout.manager import RolloutManager, Runner
-from vime.types import Sample, SamplingParams
+from vime.types import CHILD_STRIDE, Sample, SamplingParams
 
 ARGS = SimpleNamespace(reward_key=None, global_batch_size=4)
 
@@ -254,6 +258,76 @@ async def test_a_generate_function_that_loses_the_sample_names_it():
         await runner.run(FakeSource(n=1).get_samples(1)[0], 5, SamplingParams(max_tokens=2))
 
 
+async def fan_out(args, sample, sampling_params):
+    """Sample i becomes 1 + i % 3 samples, of which the last alone is right."""
+    children = [copy.deepcopy(sample) for _ in range(1 + sample.index % 3)]
+    for number, child in enumerate(children):
+        await generate(args, child, sampling_params)
+        child.metadata["right"] = number == len(children) - 1
+    return children
+
+
+async def test_one_generate_call_may_make_several_samples_each_graded_by_itself():
+    seen = []
+
+    def note(args, sample, *, rollout_id, evaluation):
+        seen.append(sample.index)
+
+    rewarder = FakeRewarder(lambda sample: float(sample.metadata["right"]))
+    runner = Runner(
+        custom_generate(hook(fan_out), ARGS), rewarder, seed=1, concurrency=2, hooks=[sample_hook(hook(note), ARGS)]
+    )
+    group = await runner.run(FakeSource(n=3).get_samples(1)[0], 5, SamplingParams(max_tokens=2))
+    far = CHILD_STRIDE
+    assert (
+        [s.index for s in group] == [0, 1, 1 + far, 2, 2 + far, 2 + 2 * far] == sorted(seen, key=lambda i: (i % far, i))
+    )
+    assert [s.parent_index for s in group] == [None, 1, 1, 2, 2, 2], "the only one is the sample itself"
+    assert [s.reward for s in group] == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+    assert not rewarder.groups, "several samples make no group reward of a reward function"
+    assert [sample_from_json(json.loads(json.dumps(sample_to_json(s)))) for s in group] == group
+    assert group[2].name == "child 1 of sample 1 (group 0, rollout 5)"
+
+
+async def test_children_stand_in_the_place_of_their_parent_in_a_batch():
+    runner = Runner(
+        custom_generate(hook(fan_out), ARGS),
+        FakeRewarder(lambda sample: float(sample.metadata["right"])),
+        seed=1,
+        concurrency=2,
+    )
+    one = RolloutManager(
+        source=FakeSource(n=3),
+        runner=runner,
+        batch_size=2,
+        sampling=SamplingParams(max_tokens=8),
+        post_process=lambda samples: ([sample.score() for sample in samples],) * 2,
+        metrics=lambda rollout_id, collected, seconds: {},
+        recorder=FakeRecorder(),
+    )
+    batch = await one.generate(7)
+    assert [s.origin for s in batch.samples] == [0, 1, 1, 2, 2, 2, 3, 4, 4, 5, 5, 5]
+    assert [s.reward for s in batch.samples] == [1, 0, 1, 0, 0, 1] * 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda sample: [], "returned an empty list: at least one sample must become of the one that it got"),
+        (lambda sample: [sample, sample], "returned the same Sample twice in one list; each must be a copy of its own"),
+        (lambda sample: [sample, "text"], "must return the Sample or a list of Samples, not str 'text'"),
+        (lambda sample: [sample, Sample(index=9)], "must keep index 0 and group_index 0, not 9 and None"),
+    ],
+)
+async def test_what_becomes_of_a_sample_is_checked(answer, message):
+    async def wrong(args, sample, sampling_params):
+        return answer(await generate(args, sample, sampling_params))
+
+    runner = Runner(custom_generate(hook(wrong), ARGS), FakeRewarder(), seed=1, concurrency=1)
+    with pytest.raises(HookError, match=f"^--flag mine:wrong: {re.escape(message)}, for sample 0 "):
+        await runner.run(FakeSource(n=1).get_samples(1)[0], 5, SamplingParams(max_tokens=2))
+
+
 def test_a_data_source_without_indices_is_refused_where_it_gives_them():
     class Source:
         def __init__(self, args): ...
@@ -276,7 +350,7 @@ async def test_a_sample_with_a_function_of_its_own_is_generated_by_that_which_is
     loaded = []
 
     async def usual(sample, params, evaluation):
-        return "usual"
+        return ["usual"]
 
     def load(path):
         loaded.append(path)
@@ -284,7 +358,8 @@ async def test_a_sample_with_a_function_of_its_own_is_generated_by_that_which_is
 
     one = own_generate(usual, load, ARGS)
     mine = [Sample(index=i, group_index=0, custom_generate_function_path="mine:f") for i in range(2)]
-    assert await one(Sample(index=5), SamplingParams(max_tokens=2), False) == "usual"
+    assert await one(Sample(index=5), SamplingParams(max_tokens=2), False) == ["usual"]
     for sample in mine:
-        assert (await one(sample, SamplingParams(max_tokens=2), False)).response == "x" * sample.response_length
+        (done,) = await one(sample, SamplingParams(max_tokens=2), False)
+        assert done.response == "x" * sample.response_length
     assert loaded == ["mine:f"]

@@ -17,7 +17,7 @@ def make(generator=None, rewarder=None, *, concurrency=4, eval_sets=(), source=N
     single = SingleTurn(generator, lambda prompt: PROMPT, lambda ids: " ".join(map(str, ids)), max_context=64)
 
     async def generate(sample, params, evaluation):
-        return await single(sample, params)
+        return [await single(sample, params)]
 
     recorder = FakeRecorder()
     manager = RolloutManager(

@@ -26,6 +26,17 @@ def test_grpo_divides_by_the_deviation_unless_told_otherwise(flags):  # noqa: F8
         assert shaped(flags(*words), [1.0, 0.0, 5.0, 5.0])[1] == [0.5, -0.5, 0, 0]
 
 
+def test_children_of_one_sample_have_one_entry_in_the_baseline(flags):  # noqa: F811
+    rewards = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]  # three children, and three samples alone: as [1, 0, 0, 0]
+    samples = [
+        Sample(index=i, group_index=0, parent_index=0 if i < 3 else None, reward=reward)
+        for i, reward in enumerate(rewards)
+    ]
+    raw, found = shape_rewards(parse_config(flags()))(samples)
+    assert raw == rewards
+    assert found == pytest.approx([1.5, 1.5, 1.5, -0.5, -0.5, -0.5], abs=1e-5)
+
+
 def test_rewards_may_stay_as_they_are(flags):  # noqa: F811
     assert shaped(flags("--disable-rewards-normalization"), [1.0, 0.0])[1] == [1, 0]
     words = flags("--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages")

@@ -9,6 +9,10 @@ in a step add up to the whole, so the loss and every metric are a sum of partial
 
 with the mask m, and N and num_tokens of the whole step (``TrainStep.num_samples`` and ``.num_tokens``). A sample
 without any trained token adds 0 to the sum and still counts in the denominator, as 1 of N and as one token.
+
+Where one generate call made several samples (children), they share the denominator of the sample that was drawn, which
+is one of N: ``x = 1/N Σ_i [Σ_c Σ_t m x / max(Σ_c Σ_t m, 1)]`` over samples i and their children c. Per token they are
+samples like all others, and by a length their sums are divided by it together.
 """
 
 from __future__ import annotations
@@ -47,8 +51,8 @@ def per_sample(
         mask_t: bool or 0/1 [t], the tokens that are trained.
         lengths_n: int64 [n], the tokens of each sample here; they sum to t.
         num_samples: N of the whole step over all ranks.
-        trained_tokens_n: ``Σ_t m`` of each whole sample, to be given when this rank holds only a part of it (context
-            parallelism), or when children of one rollout share a denominator. Default: counted from the mask.
+        trained_tokens_n: ``Σ_t m`` of each whole sample and its siblings, to be given when there is more of it than
+            the mask here says. Default: counted from the mask.
     """
     weights_t = mask_t.float()
     counts_n = segment_sum(weights_t, lengths_n) if trained_tokens_n is None else trained_tokens_n

@@ -4,7 +4,10 @@ Invariants:
 * every sample is in exactly one micro-batch of one rank;
 * a micro-batch has at most the allowed tokens, except that a sample which is longer alone stands alone;
 * all ranks have the same number of micro-batches in a step, and none of them is empty;
+* children of one sample are in the same step, and the sample that they came from is one of its samples;
 * the denominators of a step count all ranks, so the loss does not depend on any choice made here.
+
+Where generate calls made several samples of one, their number fits no ranks: idle copies of a sample fill the step.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import operator
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +25,11 @@ from vime.errors import UserError
 from vime.types import RolloutBatch, TrainBatch, TrainSample, TrainStep
 
 MicroBatch = list[TrainSample]
+
+Family = list[TrainSample]
+"""What became of one drawn sample: itself, or its children."""
+
+_order = operator.attrgetter("order")
 
 
 def make_train_batches(
@@ -37,7 +47,7 @@ def make_train_batches(
     """One TrainBatch for each data-parallel rank. Depends on nothing but its arguments.
 
     Args:
-        global_batch_size: samples of one optimizer step, over all ranks.
+        global_batch_size: drawn samples of one optimizer step, over all ranks; children of one sample are one.
         micro_batch_size: samples of one micro-batch, without dynamic batch size.
         max_tokens_per_gpu: most tokens of a micro-batch on one GPU, with dynamic batch size; a sequence is split over
             ``cp_size`` GPUs.
@@ -47,16 +57,21 @@ def make_train_batches(
     Raises:
         UserError: the numbers do not divide, or two samples have one index; the message names them.
     """
-    samples = sorted(batch.samples, key=lambda sample: sample.index)
+    samples = sorted(batch.samples, key=_order)
     if len({sample.index for sample in samples}) != len(samples):
         raise UserError(f"rollout {batch.rollout_id}: two samples have the same index; it must be unique in the run")
-    if not samples or len(samples) % global_batch_size:
+    drawn = len({sample.origin for sample in samples})
+    if not samples or drawn % global_batch_size:
         raise UserError(
-            f"rollout {batch.rollout_id}: its {len(samples)} samples are not a multiple of the global batch size "
+            f"rollout {batch.rollout_id}: its {drawn} samples are not a multiple of the global batch size "
             f"{global_batch_size}; nothing may be left out"
         )
     ranks: list[list[list[MicroBatch]]] = [[] for _ in range(dp_size)]
     steps = split_into_steps(samples, global_batch_size)
+    if drawn < len(samples):
+        multiple = dp_size * micro_batch_multiple * (1 if use_dynamic_batch_size else micro_batch_size)
+        free = itertools.count(max(sample.index for sample in samples) + 1)
+        steps = [_filled(_with_sibling_tokens(step), multiple, free) for step in steps]
     for step in steps:
         if use_dynamic_batch_size:
             if max_tokens_per_gpu is None:
@@ -79,37 +94,30 @@ def make_eval_batches(
     Args:
         options: further arguments of ``make_train_batches``.
     """
-    samples = batch.samples
-    missing = -len(samples) % (dp_size * micro_batch_size * micro_batch_multiple)
-    short, free = min(samples, key=lambda sample: sample.total_length), max(sample.index for sample in samples) + 1
-    idle = dataclasses.replace(short, loss_mask=(0,) * short.response_length)
-    fill = tuple(dataclasses.replace(idle, index=free + i, group_index=free + i) for i in range(missing))
-    shares = make_train_batches(
-        dataclasses.replace(batch, samples=samples + fill),
+    multiple = dp_size * micro_batch_size * micro_batch_multiple
+    free = itertools.count(max(sample.index for sample in batch.samples) + 1)
+    samples = _filled(batch.samples, multiple, free)
+    return make_train_batches(
+        dataclasses.replace(batch, samples=tuple(samples)),
         dp_size=dp_size,
-        global_batch_size=len(samples) + missing,
+        global_batch_size=len(samples),
         micro_batch_size=micro_batch_size,
         micro_batch_multiple=micro_batch_multiple,
         **options,
     )
-    tokens = sum(max(sample.trained_tokens, 1) for sample in samples)
-    return [
-        dataclasses.replace(
-            share,
-            steps=tuple(dataclasses.replace(step, num_samples=len(samples), num_tokens=tokens) for step in share.steps),
-        )
-        for share in shares
-    ]
 
 
 def split_into_steps(samples: Sequence[TrainSample], size: int) -> list[list[TrainSample]]:
-    """Steps of ``size`` samples by index, with the samples of a group in one step wherever that is possible.
+    """Steps of ``size`` drawn samples by index, with the samples of a group in one step wherever that is possible.
 
-    Where whole groups do not fill a step exactly, one group is split.
+    Where whole groups do not fill a step exactly, one group is split. The children of one sample are never split.
     """
-    groups: dict[int, list[TrainSample]] = {}
+    families: dict[int, Family] = {}
     for sample in samples:
-        groups.setdefault(sample.group_index, []).append(sample)
+        families.setdefault(sample.origin, []).append(sample)
+    groups: dict[int, list[Family]] = {}
+    for family in families.values():
+        groups.setdefault(family[0].group_index, []).append(family)
     waiting = list(groups.values())
     steps = []
     while waiting:
@@ -118,10 +126,35 @@ def split_into_steps(samples: Sequence[TrainSample], size: int) -> list[list[Tra
             flat = list(itertools.chain.from_iterable(waiting))
             step, waiting = flat[:size], _regroup(flat[size:])
         else:
-            step = [sample for index in sorted(chosen) for sample in waiting[index]]
+            step = [family for index in sorted(chosen) for family in waiting[index]]
             waiting = [group for index, group in enumerate(waiting) if index not in chosen]
-        steps.append(sorted(step, key=lambda sample: sample.index))
+        steps.append(sorted(itertools.chain.from_iterable(step), key=_order))
     return steps
+
+
+def _with_sibling_tokens(step: Sequence[TrainSample]) -> list[TrainSample]:
+    """Children know what their siblings train, which may be on other ranks."""
+    tokens = Counter[int]()
+    for sample in step:
+        tokens[sample.origin] += sample.trained_tokens
+    return [
+        dataclasses.replace(sample, sibling_tokens=tokens[sample.origin] - sample.trained_tokens) for sample in step
+    ]
+
+
+def _filled(samples: Sequence[TrainSample], multiple: int, free: Iterator[int]) -> list[TrainSample]:
+    """With copies of a short sample, up to a multiple of so many. They train nothing and count nowhere.
+
+    Args:
+        free: indices that nobody has.
+    """
+    short = min(samples, key=lambda sample: sample.total_length)
+    missing = -len(samples) % multiple
+    idle = dataclasses.replace(
+        short, parent_index=None, loss_mask=(0,) * short.response_length, sibling_tokens=0, graded=False, counts=False
+    )
+    places = itertools.islice(free, missing)
+    return [*samples, *(dataclasses.replace(idle, index=place, group_index=place) for place in places)]
 
 
 def pack(samples: Sequence[TrainSample], max_tokens: int, *, multiple: int) -> list[MicroBatch]:
@@ -221,8 +254,8 @@ def _exact_fill(sizes: Sequence[int], target: int) -> set[int] | None:
     return chosen
 
 
-def _regroup(samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
-    return [list(group) for _, group in itertools.groupby(samples, key=lambda sample: sample.group_index)]
+def _regroup(families: Sequence[Family]) -> list[list[Family]]:
+    return [list(group) for _, group in itertools.groupby(families, key=lambda family: family[0].group_index)]
 
 
 def _fixed(samples: Sequence[TrainSample], size: int, dp_size: int, multiple: int, balance: bool) -> list[MicroBatch]:
@@ -242,10 +275,10 @@ def _split_largest(micro_batches: list[MicroBatch]) -> None:
     """Splits the micro-batch with the most tokens that can be split into two of about equal tokens."""
     place = max((i for i, m in enumerate(micro_batches) if len(m) > 1), key=lambda i: (_tokens(micro_batches[i]), -i))
     halves: tuple[MicroBatch, MicroBatch] = ([], [])
-    for sample in sorted(micro_batches[place], key=lambda sample: (-sample.total_length, sample.index)):
+    for sample in sorted(micro_batches[place], key=lambda sample: (-sample.total_length, sample.order)):
         min(halves, key=_tokens).append(sample)
-    micro_batches[place] = sorted(halves[0], key=lambda sample: sample.index)
-    micro_batches.append(sorted(halves[1], key=lambda sample: sample.index))
+    micro_batches[place] = sorted(halves[0], key=_order)
+    micro_batches.append(sorted(halves[1], key=_order))
 
 
 def _tokens(micro_batch: MicroBatch) -> int:
@@ -254,7 +287,7 @@ def _tokens(micro_batch: MicroBatch) -> int:
 
 def _train_batch(rollout_id: int, steps: list[list[TrainSample]], shares: list[list[MicroBatch]]) -> TrainBatch:
     """The batch of one rank. ``steps``: all samples of each step; ``shares``: this rank's micro-batches of each."""
-    own = sorted((s for share in shares for micro in share for s in micro), key=lambda sample: sample.index)
+    own = sorted((s for share in shares for micro in share for s in micro), key=_order)
     position = {sample.index: place for place, sample in enumerate(own)}
     return TrainBatch(
         rollout_id=rollout_id,
@@ -262,7 +295,7 @@ def _train_batch(rollout_id: int, steps: list[list[TrainSample]], shares: list[l
         steps=tuple(
             TrainStep(
                 micro_batches=tuple(tuple(position[sample.index] for sample in micro) for micro in share),
-                num_samples=max(sum(sample.counts for sample in step), 1),
+                num_samples=max(len({sample.origin for sample in step if sample.counts}), 1),
                 num_tokens=max(sum(max(sample.trained_tokens, 1) for sample in step if sample.counts), 1),
             )
             for step, share in zip(steps, shares, strict=True)

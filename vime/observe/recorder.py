@@ -158,6 +158,7 @@ def _sample_row(sample: Sample) -> dict[str, Any]:
     return {
         "index": sample.index,
         "group_index": sample.group_index,
+        **({} if sample.parent_index is None else {"parent_index": sample.parent_index}),
         "prompt": _plain(sample.prompt),
         "response": sample.response,
         "label": sample.label,

@@ -20,6 +20,26 @@ EvalData = Mapping[str, Mapping[str, Any]]
 """Name of the set → {"rewards": …, "truncated": …, "samples": …}."""
 
 
+def generated_samples(answer: Any, index: int | None, group_index: int | None) -> list[Sample]:
+    """What a generate function made of one sample: the sample, or several, which become its children.
+
+    Args:
+        index, group_index: of the sample that it got.
+    """
+    if not isinstance(answer, list):
+        return [generated_sample(answer, index, group_index)]
+    if not answer:
+        raise WrongAnswer("returned an empty list: at least one sample must become of the one that it got")
+    children = [generated_sample(each, index, group_index) for each in answer]
+    if len({id(child) for child in children}) < len(children):
+        raise WrongAnswer("returned the same Sample twice in one list; each must be a copy of its own")
+    if len(children) > 1:
+        assert index is not None, "what is drawn has an index"
+        for number, child in enumerate(children):
+            child.adopt(index, number)
+    return children
+
+
 def generated_sample(answer: Any, index: int | None, group_index: int | None) -> Sample:
     """The sample that a generate function filled.
 
@@ -27,7 +47,7 @@ def generated_sample(answer: Any, index: int | None, group_index: int | None) ->
         index, group_index: of the sample that it got; they are the sample's identity.
     """
     if not isinstance(answer, Sample):
-        raise WrongAnswer(f"must return the Sample, not {shown(answer)}")
+        raise WrongAnswer(f"must return the Sample or a list of Samples, not {shown(answer)}")
     if (answer.index, answer.group_index) != (index, group_index):
         raise WrongAnswer(
             f"must keep index {index} and group_index {group_index}, not {answer.index} and {answer.group_index}"
@@ -61,7 +81,7 @@ def groups_and_metrics(
 
     Args:
         generated: whether the samples must have responses already.
-        multiple: --global-batch-size, where every sample is one of a step.
+        multiple: --global-batch-size, where every drawn sample is one of a step.
     """
     groups = getattr(answer, "samples", answer)
     if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
@@ -76,8 +96,9 @@ def groups_and_metrics(
     indices = [sample.index for group in groups for sample in group]
     if len(set(indices)) != len(indices):
         raise WrongAnswer("returned two samples with the same index")
-    if multiple is not None and (not indices or len(indices) % multiple):
-        raise WrongAnswer(f"returned {len(indices)} samples, which are no multiple of --global-batch-size {multiple}")
+    drawn = len({sample.origin for group in groups for sample in group})
+    if multiple is not None and (not drawn or drawn % multiple):
+        raise WrongAnswer(f"returned {drawn} samples, which are no multiple of --global-batch-size {multiple}")
     return groups, metrics_of(getattr(answer, "metrics", None))
 
 

@@ -63,7 +63,9 @@ CUSTOM_GENERATE = Contract(
     optional=("evaluation",),
     is_async=True,
     returns="The sample, with tokens (prompt and response), response_length, response and status; loss_mask where "
-    "tokens are not the model's own; rollout_log_probs and weight_versions where they are known.",
+    "tokens are not the model's own; rollout_log_probs and weight_versions where they are known. Or a list of such "
+    "samples, copies of the one that it got: its children, which are graded one by one, share one denominator in the "
+    "loss and one entry in the baseline of their group.",
     trial=trials.try_generate,
     example="examples.plugins.generate:think_twice",
 )

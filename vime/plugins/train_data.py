@@ -17,6 +17,7 @@ OPTIONAL = (
     "truncated",
     "sample_indices",
     "group_indices",
+    "parent_indices",
     "rollout_log_probs",
     "teacher_log_probs",
     "weight_versions",
@@ -95,6 +96,7 @@ def _of_samples(samples: Sequence[Sample], given: Mapping[str, Any], score: Scor
     columns: dict[str, Any] = {
         "sample_indices": [sample.index for sample in samples],
         "group_indices": [sample.group_index for sample in samples],
+        "parent_indices": [sample.parent_index for sample in samples],
         "truncated": [sample.truncated for sample in samples],
         "metadata": [sample.train_metadata for sample in samples],
         "graded": graded,
@@ -133,7 +135,7 @@ def _row(row: Mapping[str, Any], place: int) -> TrainSample:
         raise WrongAnswer(f"gave loss_masks[{place}] values other than 0 and 1")
     versions = _integers(row.get("weight_versions") or [], f"weight_versions[{place}]")
     index = int(row["sample_indices"])
-    group = row.get("group_indices")
+    group, parent = row.get("group_indices"), row.get("parent_indices")
     return TrainSample(
         index=index,
         group_index=index if group is None else int(group),
@@ -144,6 +146,7 @@ def _row(row: Mapping[str, Any], place: int) -> TrainSample:
         weight_versions=versions,
         raw_reward=row["raw_reward"],
         reward=row["rewards"],
+        parent_index=None if parent is None else int(parent),
         graded=row.get("graded", True),
         truncated=bool(row.get("truncated", False)),
         metadata=row.get("metadata"),

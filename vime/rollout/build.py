@@ -258,8 +258,8 @@ def _generate(prompts: Prompts, args: Args, generator: Generator) -> Generate:
 
     single_turn = SingleTurn(generator, prompts.encoder.encode, decode, prompts.max_context)
 
-    async def generate(sample: Sample, params: SamplingParams, evaluation: bool) -> Sample:
-        return await single_turn(sample, params)
+    async def generate(sample: Sample, params: SamplingParams, evaluation: bool) -> list[Sample]:
+        return [await single_turn(sample, params)]
 
     return generate
 

@@ -35,7 +35,7 @@ def to_rollout_batch(
     needs_log_probs: str | None = None,
     exclude_zero_signal: bool = False,
 ) -> RolloutBatch:
-    """Validates and freezes the samples of one rollout, ordered by index.
+    """Validates and freezes the samples of one rollout, ordered by index, children in the place of their parent.
 
     A sample whose grader failed has no reward: it takes no part in its group's baseline and its mask is zero, but it
     keeps its place in the batch and so in the denominator. The same holds for a sample that failed or was aborted, for
@@ -52,7 +52,7 @@ def to_rollout_batch(
         InvalidSample: a sample breaks a rule that training relies on, or is to be trained and has no log-probs where
             they are needed.
     """
-    samples = sorted(itertools.chain.from_iterable(groups), key=index_of)
+    samples = in_order(groups)
     graded = [sample for sample in samples if is_graded(sample, score)]
     if not graded:
         raise UserError(f"rollout {rollout_id}: no sample has a reward; the first: {_why_ungraded(samples)}")
@@ -126,6 +126,11 @@ def index_of(sample: Sample) -> int:
     return sample.index
 
 
+def in_order(groups: Sequence[Group]) -> list[Sample]:
+    """All samples by index, children in the place of their parent; raises as ``index_of`` does."""
+    return sorted(itertools.chain.from_iterable(groups), key=lambda sample: (sample.origin, index_of(sample)))
+
+
 def _why_ungraded(samples: Sequence[Sample]) -> str:
     first = samples[0]
     detail = first.grade.detail if first.grade is not None else "it was never graded; set --rm-type or --custom-rm-path"
@@ -174,6 +179,7 @@ def _freeze(sample: Sample, rewards: tuple[float, float] | None) -> TrainSample:
         weight_versions=tuple(sample.weight_versions),
         raw_reward=raw,
         reward=reward,
+        parent_index=sample.parent_index,
         graded=rewards is not None,
         truncated=sample.truncated,
         metadata=sample.train_metadata,

@@ -14,8 +14,9 @@ from vime.rollout.sampling import SamplingLoop, group_order
 from vime.rollout.tasks import together
 from vime.types import Group, RolloutBatch, Sample, SamplingParams, derive_seed
 
-Generate = Callable[[Sample, SamplingParams, bool], Awaitable[Sample]]
-"""(sample, how to sample, whether for evaluation) → the sample, filled."""
+Generate = Callable[[Sample, SamplingParams, bool], Awaitable[list[Sample]]]
+"""(sample, how to sample, whether for evaluation) → the sample, filled, or the children that became of it. Children are
+never generated again: where one has to be, the drawn sample is, from what it was before the call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,24 +79,35 @@ class Runner:
         self._slots = asyncio.Semaphore(concurrency)
 
     async def run(self, group: Group, rollout_id: int, sampling: SamplingParams, evaluation: str = "") -> Group:
-        """Fills every sample of the group. ``evaluation``: the name of the evaluation set, empty in training."""
-        done = await together(self._run_sample(s, rollout_id, sampling, evaluation) for s in group)
+        """Fills every sample of the group; children stand in the place of the sample that they came from.
+
+        Args:
+            evaluation: the name of the evaluation set, empty in training.
+        """
+        families = await together(self._run_sample(s, rollout_id, sampling, evaluation) for s in group)
+        done = [sample for family in families for sample in family]
         if self._rewarder.by_group:
             await self._rewarder.reward_group(done, evaluation=bool(evaluation))
         return done
 
-    async def _run_sample(self, sample: Sample, rollout_id: int, sampling: SamplingParams, evaluation: str) -> Sample:
+    async def _run_sample(
+        self, sample: Sample, rollout_id: int, sampling: SamplingParams, evaluation: str
+    ) -> list[Sample]:
         sample.rollout_id = rollout_id
         # the same evaluation prompt gets the same seed each time, so that curves differ by the weights alone
         identity = (evaluation,) if evaluation else ("rollout", rollout_id)
         seed = derive_seed(self._seed, *identity, str(sample.group_index), str(sample.index), sample.response_length)
         async with self._slots:
             done = await self._generate(sample, replace(sampling, seed=seed), bool(evaluation))
+        return await together(self._finish(each, bool(evaluation)) for each in done)
+
+    async def _finish(self, sample: Sample, evaluation: bool) -> Sample:
+        """What comes after generation. How a sample is graded does not depend on whether it has siblings."""
         for hook in self._hooks:
-            done = await hook(done, bool(evaluation))
+            sample = await hook(sample, evaluation)
         if not self._rewarder.by_group:
-            await self._rewarder.reward(done, evaluation=bool(evaluation))
-        return done
+            await self._rewarder.reward(sample, evaluation=evaluation)
+        return sample
 
 
 class RolloutManager:

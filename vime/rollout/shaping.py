@@ -20,7 +20,8 @@ def shape_rewards(config: Config) -> PostProcess:
         if algorithm.disable_rewards_normalization:
             return raw, rewards
         groups, std = [sample.group_index for sample in samples], not algorithm.disable_grpo_std_normalization
-        return raw, algorithm.estimator.normalize_rewards(rewards, groups, std=std)
+        parents = [sample.origin for sample in samples]
+        return raw, algorithm.estimator.normalize_rewards(rewards, groups, std=std, parents=parents)
 
     return shape
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -157,7 +159,12 @@ class TrainHooks:
         rows = Rows.of(batch)
         joined = {name: rows.join(tensors) for name, tensors in found.items()}
         masks = rows.split([pack.mask_t for pack in packs])
-        return (*_replaced(packs, given, joined), _recounted(batch, masks, found["loss_masks"]))
+        packs, given = _replaced(packs, given, joined)
+        return (
+            _with_siblings(batch, packs, masks, found["loss_masks"]),
+            given,
+            _recounted(batch, masks, found["loss_masks"]),
+        )
 
 
 def _replaced(
@@ -188,6 +195,29 @@ def _recounted(batch: TrainBatch, before: Sequence[Tensor], after: Sequence[Tens
     return [
         dataclasses.replace(step, num_tokens=max(step.num_tokens + difference, 1))
         for step, difference in zip(batch.steps, total.tolist(), strict=True)
+    ]
+
+
+def _with_siblings(
+    batch: TrainBatch, packs: Sequence[MicroBatch], before: Sequence[Tensor], after: Sequence[Tensor]
+) -> Sequence[MicroBatch]:
+    """Micro-batches whose samples know what the changed masks leave of their siblings, on whatever rank those are."""
+    children = {
+        sample.index: (sample.origin, int(new.sum()) - int(old.sum()))
+        for sample, old, new in zip(batch.samples, before, after, strict=True)
+        if sample.parent_index is not None
+    }
+    group = parallel_state.get_data_parallel_group()
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, list(children.values()), group=group)
+    families: Counter[int] = Counter()
+    for parent, change in itertools.chain.from_iterable(ranks):
+        families[parent] += change
+    of_siblings = {index: families[parent] - change for index, (parent, change) in children.items()}
+    changes = (torch.tensor([of_siblings.get(index, 0) for index in pack.indices]) for pack in packs)
+    return [
+        dataclasses.replace(pack, sibling_tokens_n=pack.sibling_tokens_n + change.to(pack.sibling_tokens_n))
+        for pack, change in zip(packs, changes, strict=True)
     ]
 
 

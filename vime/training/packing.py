@@ -52,6 +52,7 @@ class MicroBatch:
     targets_t: Tensor  # int64, the response tokens
     mask_t: Tensor  # bool, the response tokens that are trained
     lengths_n: Tensor  # int64, response tokens of each sample; they sum to t
+    sibling_tokens_n: Tensor  # int64, trained tokens of the other children of its parent, wherever they are
     rewards_n: Tensor  # float32, what training uses
     rollout_log_probs_t: Tensor | None  # float32, of the engine; None when a sample has none
     indices: tuple[int, ...]  # of the samples
@@ -111,6 +112,7 @@ class Packer:
             targets_t=targets_t.to(self.device),
             mask_t=self._integers([bit for sample in samples for bit in sample.loss_mask]).bool(),
             lengths_n=self._integers([sample.response_length for sample in samples]),
+            sibling_tokens_n=self._integers([sample.sibling_tokens for sample in samples]),
             rewards_n=self._floats([sample.reward for sample in samples]),
             rollout_log_probs_t=self._optional([sample.rollout_log_probs for sample in samples]),
             scores=PackedScores(

@@ -128,7 +128,8 @@ def make_reduction(batch: MicroBatch, step: TrainStep, *, per_token: bool) -> re
     """The weights of this micro-batch's tokens in the whole step."""
     if per_token:
         return reduce.per_token(batch.mask_t, num_tokens=step.num_tokens)
-    return reduce.per_sample(batch.mask_t, batch.lengths_n, num_samples=step.num_samples)
+    trained_n = reduce.segment_sum(batch.mask_t.long(), batch.lengths_n) + batch.sibling_tokens_n
+    return reduce.per_sample(batch.mask_t, batch.lengths_n, num_samples=step.num_samples, trained_tokens_n=trained_n)
 
 
 def gather_parameters(chunks: Sequence[Any]) -> None:

@@ -104,7 +104,12 @@ class AdvantageEstimator(ABC):
 
     @abstractmethod
     def normalize_rewards(
-        self, rewards: Sequence[float], group_ids: Sequence[Hashable], *, std: bool = True
+        self,
+        rewards: Sequence[float],
+        group_ids: Sequence[Hashable],
+        *,
+        std: bool = True,
+        parents: Sequence[Hashable] | None = None,
     ) -> list[float]:
         """The reward that training uses for each sample, from the raw rewards of a whole rollout.
 
@@ -112,6 +117,7 @@ class AdvantageEstimator(ABC):
             rewards: one finite number a sample.
             group_ids: the group of each sample.
             std: whether the estimator may divide by the deviation of the group (--disable-grpo-std-normalization).
+            parents: the drawn sample that each comes from, see ``group_normalize``.
 
         Raises:
             ValueError: a reward is not a finite number; the message names its position.

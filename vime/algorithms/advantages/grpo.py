@@ -22,9 +22,14 @@ class Grpo(AdvantageEstimator, name="grpo"):
     takes = frozenset({"disable_rewards_normalization", "disable_grpo_std_normalization"})
 
     def normalize_rewards(
-        self, rewards: Sequence[float], group_ids: Sequence[Hashable], *, std: bool = True
+        self,
+        rewards: Sequence[float],
+        group_ids: Sequence[Hashable],
+        *,
+        std: bool = True,
+        parents: Sequence[Hashable] | None = None,
     ) -> list[float]:
-        return group_normalize(rewards, group_ids, std=std)
+        return group_normalize(rewards, group_ids, std=std, parents=parents)
 
     def advantages(self, samples: PackedSamples, settings: AdvantageSettings) -> Tensor:
         return samples.per_token(samples.rewards_n)

@@ -24,7 +24,12 @@ class Ppo(AdvantageEstimator, name="ppo"):
     takes = frozenset({"gamma", "lambd"})
 
     def normalize_rewards(
-        self, rewards: Sequence[float], group_ids: Sequence[Hashable], *, std: bool = True
+        self,
+        rewards: Sequence[float],
+        group_ids: Sequence[Hashable],
+        *,
+        std: bool = True,
+        parents: Sequence[Hashable] | None = None,
     ) -> list[float]:
         return unchanged(rewards)
 

@@ -27,7 +27,12 @@ class ReinforcePlusPlus(AdvantageEstimator, name="reinforce_plus_plus"):
     takes = frozenset({"gamma"})
 
     def normalize_rewards(
-        self, rewards: Sequence[float], group_ids: Sequence[Hashable], *, std: bool = True
+        self,
+        rewards: Sequence[float],
+        group_ids: Sequence[Hashable],
+        *,
+        std: bool = True,
+        parents: Sequence[Hashable] | None = None,
     ) -> list[float]:
         return unchanged(rewards)
 

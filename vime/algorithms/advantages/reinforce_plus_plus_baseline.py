@@ -25,9 +25,14 @@ class ReinforcePlusPlusBaseline(AdvantageEstimator, name="reinforce_plus_plus_ba
     takes = frozenset({"disable_rewards_normalization"})
 
     def normalize_rewards(
-        self, rewards: Sequence[float], group_ids: Sequence[Hashable], *, std: bool = True
+        self,
+        rewards: Sequence[float],
+        group_ids: Sequence[Hashable],
+        *,
+        std: bool = True,
+        parents: Sequence[Hashable] | None = None,
     ) -> list[float]:
-        return group_normalize(rewards, group_ids, std=False)
+        return group_normalize(rewards, group_ids, std=False, parents=parents)
 
     def advantages(self, samples: PackedSamples, settings: AdvantageSettings) -> Tensor:
         rewards_t = samples.per_token(samples.rewards_n)
