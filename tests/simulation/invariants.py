@@ -1,0 +1,154 @@
+"""What must hold of every run, whatever went wrong in its world. A check gives one line for each thing that is wrong.
+
+* Every rollout is trained once, in order, on as many whole groups as the flags say.
+* A sample is trained at most once; none is lost: groups drawn = trained + buffered + dropped or failed with a count.
+* A sample's prompt is that of its group, its tokens, log-probs and versions are those that an engine had, in one piece
+  from the prompt to the end, and its reward is that of this very answer.
+* No trained token is older than the mode allows.
+* One version is one set of weights.
+* The run ends, and leaves nothing running.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from tests.simulation.engines import END, log_prob, prefix_of
+from tests.simulation.graders import score_of
+from tests.simulation.run import MAX_CONTEXT, Outcome, Tokenizer, config_of, make_source
+from tests.simulation.world import Training
+from vime.types import Group, TrainSample
+
+
+def violations(outcome: Outcome) -> list[str]:
+    """All that is wrong; empty for a run as it should be."""
+    if outcome.problems:
+        return outcome.problems
+    return [*_schedule(outcome), *_once(outcome), *_accounts(outcome), *_samples(outcome), *_staleness(outcome)]
+
+
+def _schedule(outcome: Outcome) -> Iterator[str]:
+    trained = [training.batch.rollout_id for training in outcome.history.trainings]
+    if trained != list(range(outcome.scenario.rollouts)):
+        yield f"trained rollouts {trained} instead of all {outcome.scenario.rollouts} in order"
+    rollout = config_of(outcome.scenario).rollout
+    for training in outcome.history.trainings:
+        sizes = Counter(sample.group_index for sample in training.batch.samples)
+        if len(sizes) != rollout.rollout_batch_size or set(sizes.values()) != {rollout.n_samples_per_prompt}:
+            yield f"rollout {training.batch.rollout_id} has groups of these sizes: {dict(sizes)}"
+
+
+def _once(outcome: Outcome) -> Iterator[str]:
+    times = Counter(sample.index for training in outcome.history.trainings for sample in training.batch.samples)
+    for index, count in times.items():
+        if count > 1:
+            yield f"sample {index} was trained {count} times"
+
+
+def _accounts(outcome: Outcome) -> Iterator[str]:
+    drawn = set(range(outcome.source["next_group_index"]))
+    trained = {s.group_index for training in outcome.history.trainings for s in training.batch.samples}
+    waiting = [group[0]["group_index"] for group in outcome.source["buffer"]]
+    for name, found in (("trained", trained), ("buffered", set(waiting))):
+        if not found <= drawn:
+            yield f"groups {sorted(found - drawn)} are {name} and were never drawn"
+    if len(set(waiting)) != len(waiting):
+        yield f"the buffer has groups twice: {sorted(waiting)}"
+    if trained & set(waiting):
+        yield f"groups {sorted(trained & set(waiting))} were trained and wait in the buffer"
+    missing = drawn - trained - set(waiting)
+    counted = sum(_dropped(metrics) for metrics in outcome.history.metrics)
+    if len(missing) != counted:
+        yield f"groups {sorted(missing)} are neither trained nor buffered, and {counted} were counted as dropped"
+
+
+def _dropped(metrics: dict[str, float]) -> int:
+    return int(sum(value for name, value in metrics.items() if name.startswith("rollout/groups/dropped")))
+
+
+def _samples(outcome: Outcome) -> Iterator[str]:
+    groups = _as_drawn(outcome)
+    for training in outcome.history.trainings:
+        for sample in training.batch.samples:
+            group = groups[sample.group_index] if sample.group_index < len(groups) else []
+            for problem in _sample(outcome, training, sample, group):
+                yield f"sample {sample.index} of rollout {training.batch.rollout_id}: {problem}"
+
+
+def _as_drawn(outcome: Outcome) -> list[Group]:
+    """What a source that nobody disturbs gives."""
+    return make_source(outcome.scenario).get_samples(outcome.source["next_group_index"])
+
+
+def _sample(outcome: Outcome, training: Training, sample: TrainSample, group: Group) -> Iterable[str]:
+    if sample.index not in [drawn.index for drawn in group]:
+        return [f"it does not belong to group {sample.group_index}"]
+    if sample.trained_tokens == 0:
+        return []  # it keeps the place of one that failed or has no grade
+    return [*_tokens(outcome, sample), *_prompt_and_reward(outcome, sample, group)]
+
+
+def _prompt_and_reward(outcome: Outcome, sample: TrainSample, group: Group) -> Iterator[str]:
+    tokenizer, start = Tokenizer(), sample.total_length - sample.response_length
+    drawn = group[0]
+    assert isinstance(drawn.prompt, str) and drawn.label is not None
+    if list(sample.tokens[:start]) != tokenizer([drawn.prompt])["input_ids"][0]:
+        yield "its prompt is not that of its group"
+    response = sample.tokens[start:]
+    if sample.raw_reward != score_of(tokenizer.decode(response), drawn.label):
+        yield f"a reward of {sample.raw_reward} is not that of its answer"
+    ended = response[-1] == END
+    full = sample.response_length == config_of(outcome.scenario).rollout.rollout_max_response_len
+    if END in response[:-1] or ended == sample.truncated:
+        yield f"it is {'' if sample.truncated else 'not '}truncated and ends with {response[-1]}"
+    if sample.truncated and not full and sample.total_length != MAX_CONTEXT:
+        yield f"it is truncated after {sample.response_length} tokens"
+
+
+def _tokens(outcome: Outcome, sample: TrainSample) -> Iterator[str]:
+    length, start = sample.response_length, sample.total_length - sample.response_length
+    log_probs, versions = sample.rollout_log_probs, sample.weight_versions
+    if log_probs is None or len(versions) != length:
+        yield f"{length} tokens have {len(versions)} versions and log-probs {log_probs}"
+        return
+    if list(versions) != sorted(versions):
+        yield f"its versions go back: {versions}"
+    prefix = prefix_of(sample.tokens[:start])
+    for position, token in enumerate(sample.tokens[start:]):
+        synced = outcome.history.syncs.get(versions[position])
+        if synced is None:
+            yield f"token {position} has version {versions[position]}, which was never brought to an engine"
+            return
+        if log_probs[position] != log_prob(prefix, token, synced.weights):
+            yield f"the log-prob of token {position} is not that of the weights of version {versions[position]}"
+            return
+        prefix = prefix_of([token], prefix)
+
+
+def _staleness(outcome: Outcome) -> Iterator[str]:
+    bound = outcome.scenario.max_staleness
+    for training in outcome.history.trainings:
+        for sample in training.batch.samples:
+            trained = [v for v, mask in zip(sample.weight_versions, sample.loss_mask, strict=False) if mask]
+            known = [
+                outcome.history.syncs[version].trainings for version in trained if version in outcome.history.syncs
+            ]
+            if bound is not None and known and training.trainings - min(known) > bound:
+                yield (
+                    f"sample {sample.index} is {training.trainings - min(known)} trainings old in rollout "
+                    f"{training.batch.rollout_id}, at most {bound} are allowed"
+                )
+
+
+def differences(outcome: Outcome, unbroken: Outcome) -> list[str]:
+    """What a run that was resumed does not have bit for bit as one that never crashed."""
+    found = []
+    for mine, its in zip(outcome.history.trainings, unbroken.history.trainings, strict=False):
+        if mine.batch.samples != its.batch.samples:
+            found.append(f"rollout {mine.batch.rollout_id} was trained on other samples than without a crash")
+    if not found and outcome.weights != unbroken.weights:
+        found.append("the weights at the end are not those of a run without a crash")
+    if not found and outcome.source != unbroken.source:
+        found.append("the data source ends in another state than without a crash")
+    return found[:1]

@@ -1,0 +1,285 @@
+"""One run of a scenario: the lives of its driver, each from the last complete checkpoint, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.simulation.clock import Stopped, VirtualLoop
+from tests.simulation.engines import VOCABULARY, FakeEngine, Fleet
+from tests.simulation.graders import FakeGraders
+from tests.simulation.scenario import Scenario
+from tests.simulation.trainer import Checkpoint, FakeCheckpoints, FakeSync, FakeTrainer
+from tests.simulation.world import Event, History, World
+from vime import loop as sync_loop
+from vime.config import Config, parse_config
+from vime.data.chat import PromptEncoder
+from vime.data.jsonl import Keys
+from vime.data.source import PromptSource
+from vime.loop import Schedule
+from vime.plugins import resolve_hooks
+from vime.ports import Generator
+from vime.rollout.build import Prompts, make_hub, make_manager
+from vime.types import Group, RolloutBatch, Sample, TrainResult, WeightVersion, derive_seed
+
+ENDS_AFTER_S = 20_000.0
+MOST_STEPS = 400_000
+MAX_CONTEXT = 64
+
+
+@dataclass
+class Outcome:
+    """What became of a run."""
+
+    scenario: Scenario
+    history: History
+    trace: list[Event]
+    weights: int  # of the trainer, in the end
+    source: dict[str, Any]  # state of the data source, in the end
+    lives: int  # of the driver
+    problems: list[str] = field(default_factory=list)  # how it went wrong as a whole: stopped, an error, left-overs
+
+
+def simulate(scenario: Scenario, driver_type: type[Driver] | None = None) -> Outcome:
+    """Runs the scenario to its end, whatever its faults.
+
+    Args:
+        driver_type: with a bug that a test has planted.
+    """
+    world = World(scenario.seed)
+    checkpoint: Checkpoint | None = None
+    for life in range(scenario.faults.driver_crashes + 1):
+        world.life = life
+        crashes = life < scenario.faults.driver_crashes
+        driver = (driver_type or Driver)(scenario, world, checkpoint)
+        problems = driver.live(crashes_after=world.chance.seconds(1, 60, "crash", life) if crashes else None)
+        if problems or driver.finished:
+            break
+        checkpoint = driver.checkpoints.last or checkpoint
+        world.history = checkpoint.history.copy() if checkpoint is not None else History()
+    return Outcome(
+        scenario=scenario,
+        history=world.history,
+        trace=world.trace,
+        weights=driver.trainer.weights,
+        source=driver.source.state_dict(),
+        lives=life + 1,
+        problems=problems,
+    )
+
+
+class Driver:
+    """The process that runs the loop, with the processes around it."""
+
+    told_as = ""  # what a planted bug must be found by
+
+    def __init__(self, scenario: Scenario, world: World, checkpoint: Checkpoint | None) -> None:
+        self.scenario, self.world, self.config = scenario, world, config_of(scenario)
+        state = checkpoint.driver_state() if checkpoint is not None else {}
+        faults = scenario.faults
+        self.trainer = FakeTrainer(
+            world,
+            weights=checkpoint.weights if checkpoint is not None else derive_seed("weights", scenario.seed),
+            trainings=checkpoint.trainings if checkpoint is not None else 0,
+        )
+        self.fleet = Fleet(world, [FakeEngine(world, index, faults) for index in range(scenario.engines)], faults)
+        self.source = self.make_source()
+        if checkpoint is not None:
+            self.source.load_state_dict(state["source"])
+        self.weights = self.make_sync(int(state.get("weight_version", 1)) - 1)
+        self.checkpoints = FakeCheckpoints(world, self.trainer, self._driver_state)
+        self._start = checkpoint.rollout_id + 1 if checkpoint is not None else 0
+        self.finished = False
+
+    # what a planted bug replaces
+
+    def make_source(self) -> WatchedSource:
+        return WatchedSource(self.world, self.config)
+
+    def make_sync(self, version: WeightVersion) -> FakeSync:
+        return FakeSync(self.world, self.trainer, self.fleet, self.scenario.faults, version)
+
+    def generator(self) -> Generator:
+        return self.fleet
+
+    def live(self, crashes_after: float | None) -> list[str]:
+        """Until the run is over, or the driver crashes; returns what is wrong."""
+        loop = VirtualLoop(
+            derive_seed("order", self.scenario.seed, self.world.life), ends_after=ENDS_AFTER_S, most_steps=MOST_STEPS
+        )
+        asyncio.set_event_loop(loop)
+        try:
+            return self._live(loop, crashes_after)
+        finally:
+            for task in asyncio.all_tasks(loop):
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+            asyncio.set_event_loop(None)
+            loop.close()
+
+    def _live(self, loop: VirtualLoop, crashes_after: float | None) -> list[str]:
+        main = loop.create_task(self._run())
+        crashed = crashes_after is not None
+        if crashes_after is not None:
+            loop.call_later(crashes_after, self._crash, main)
+        try:
+            loop.run_until_complete(main)
+            self.finished = True
+        except asyncio.CancelledError:
+            if not crashed:
+                return ["the run was cancelled by itself"]
+        except Stopped as error:
+            return [f"{error}; waiting: {', '.join(_waiting(loop))}"]
+        except Exception as error:
+            return [f"{type(error).__name__}: {error}"]
+        left = [*_waiting(loop), *(f"{r}" for e in self.fleet.engines for r in e.requests)]
+        return [f"left running: {', '.join(left)}"] if left else []
+
+    def _crash(self, main: asyncio.Task[None]) -> None:
+        """What counts is what was saved; the processes go down in order only to show that they can."""
+        last = self.checkpoints.last
+        self.world.tell("driver crashed", saved=last.rollout_id if last is not None else None)
+        main.cancel()
+
+    async def _run(self) -> None:
+        config = self.config
+        prompts = Prompts(
+            hooks=resolve_hooks(config),
+            tokenizer=Tokenizer(),
+            encoder=PromptEncoder(Tokenizer()),
+            source=self.source,
+            eval_sources=(),
+            max_context=MAX_CONTEXT,
+        )
+        hub = make_hub(config, prompts, config.args, FakeGraders(self.world, self.scenario.faults))
+        rollouts = make_manager(
+            config, prompts, config.args, self.generator(), hub, _NoRecorder(), lambda: self.weights.version
+        )
+        schedule = Schedule(
+            start=self._start,
+            stop=self.scenario.rollouts,
+            save_interval=config.checkpoint.save_interval,
+            saves_at_end=True,
+        )
+        report = _Report(self.world)
+        self.world.tell("start", first=self._start)
+        await sync_loop.train(schedule, rollouts, self.trainer, self.weights, self.checkpoints, report)
+        await hub.close()
+        self.world.tell("finished", weights=self.trainer.weights)
+
+    def _driver_state(self) -> dict[str, Any]:
+        return {"source": self.source.state_dict(), "weight_version": self.weights.version}
+
+
+def source_options(config: Config) -> dict[str, Any]:
+    return {
+        "encoder": PromptEncoder(Tokenizer()),
+        "keys": Keys(label="label"),
+        "n_samples": config.rollout.n_samples_per_prompt,
+        "seed": config.data.rollout_seed,
+        "shuffle": config.data.rollout_shuffle,
+    }
+
+
+def make_source(scenario: Scenario) -> PromptSource:
+    """The source of a scenario, outside of any world."""
+    config = config_of(scenario)
+    return PromptSource(str(config.data.prompt_data), **source_options(config))
+
+
+class WatchedSource(PromptSource):
+    """The real source, and the trace of what it gave and took."""
+
+    def __init__(self, world: World, config: Config) -> None:
+        super().__init__(str(config.data.prompt_data), **source_options(config))
+        self._world = world
+
+    def get_samples(self, n: int) -> list[Group]:
+        groups = super().get_samples(n)
+        self._world.tell("draw", groups=[group[0].group_index for group in groups])
+        return groups
+
+    def add_samples(self, groups: list[Group]) -> None:
+        self._world.tell("put back", groups=[group[0].group_index for group in groups])
+        super().add_samples(groups)
+
+
+class Tokenizer:
+    """Texts as numbers, numbers as text."""
+
+    eos_token_id = None
+
+    def __call__(self, texts: Sequence[str], **options: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[1 + ord(letter) % (VOCABULARY - 1) for letter in text] for text in texts]}
+
+    def decode(self, token_ids: Sequence[int], **options: Any) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class _NoRecorder:
+    def log(self, metrics: Any, *, rollout_id: int, step: int) -> None: ...
+
+    def samples(self, rollout_id: int, samples: Sequence[Sample], *, name: str = "rollout") -> None: ...
+
+
+class _Report:
+    """Implements ``loop.Report``."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        yield
+
+    def evaluated(self, rollout_id: int, metrics: dict[str, float]) -> None:
+        self._world.history.evaluations.append((rollout_id, metrics))
+
+    def trained(self, batch: RolloutBatch, result: TrainResult) -> None:
+        self._world.history.metrics.append(batch.metrics)
+
+
+def _waiting(loop: asyncio.AbstractEventLoop) -> list[str]:
+    return sorted(str(getattr(task.get_coro(), "__qualname__", task)) for task in asyncio.all_tasks(loop))
+
+
+@functools.cache
+def _folder() -> Path:
+    """A model's configuration and prompts, for as long as this process lives."""
+    folder = Path(tempfile.mkdtemp(prefix="vime-simulation-"))
+    import atexit
+
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    (folder / "tokenizer.json").write_text("{}")
+    rows = [{"input": "?" * (1 + number % 7), "label": f"prompt {number}"} for number in range(64)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@functools.lru_cache
+def config_of(scenario: Scenario) -> Config:
+    """What the flags of a scenario mean, with all the rules that flags must keep."""
+    folder = _folder()
+    words = f"""
+        --hf-checkpoint {folder} --prompt-data {folder}/prompts.jsonl@[0:{scenario.prompts}] --label-key label
+        --rm-type math --save {folder}/save --actor-num-gpus-per-node 1 --rollout-num-gpus {scenario.engines}
+        --num-rollout {scenario.rollouts} --rollout-seed {scenario.seed}
+    """.split()
+    return parse_config([*words, *scenario.flags])
+
+
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 32, "hidden_act": "silu",
+    "hidden_size": 64, "intermediate_size": 192, "max_position_embeddings": 1024, "model_type": "qwen3",
+    "num_attention_heads": 6, "num_hidden_layers": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+    "rope_scaling": None, "rope_theta": 1000000, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "vocab_size": 512,
+}  # fmt: skip
