@@ -30,7 +30,7 @@ async def serve(config: Config, channel: SideChannel) -> None:
         job = Job(config, prompts, record, slots)
         stack.push_async_callback(job.stop)
         await job.start()
-        await job.weights.sync()
+        job.rollouts.synced(await job.weights.sync(), 0)
         channel.reply(ready=True)
         requests = channel.requests()
         for rollout_id in itertools.count():
@@ -47,7 +47,7 @@ async def step(job: Job, rollout_id: int) -> dict[str, float]:
     generated = clock()
     await job.learner.train(batch)
     trained = clock()
-    await job.weights.sync()
+    job.rollouts.synced(await job.weights.sync(), rollout_id + 1)
     synced = clock()
     return {
         "seconds": synced - begin,

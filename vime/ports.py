@@ -55,9 +55,16 @@ class DataSource(Protocol):
 
 
 class Rollouts(Protocol):
-    """Generation and evaluation, as the training loop sees them."""
+    """Generation and evaluation, as the training loops see them."""
 
-    async def generate(self, rollout_id: int) -> RolloutBatch: ...
+    def begin(self, rollout_id: int) -> None:
+        """Starts what ``generate`` will be asked for next, and returns at once. What it raises, ``generate`` raises."""
+
+    async def generate(self, rollout_id: int) -> RolloutBatch:
+        """The samples of a rollout, begun before or not."""
+
+    def synced(self, version: WeightVersion, trainings: int) -> None:
+        """The engines serve ``version`` from now on, weights that have so many trainings behind them."""
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]: ...
 

@@ -131,7 +131,7 @@ def test_an_empty_rollout_has_only_a_time():
 
 def test_staleness_is_the_lag_of_each_token():
     groups = [[sample(0, reward=1, versions=[2, 2, 3, 3]), sample(0, reward=0, versions=[3, 3, 3, 3])]]
-    metrics = rollout_metrics(groups, 1.0, score=score, version=4)
+    metrics = rollout_metrics(groups, 1.0, score=score, staleness_of=lambda version: 4 - version)
     assert metrics["rollout/weight_version/min"] == 2
     assert metrics["rollout/weight_version/max"] == 3
     assert metrics["rollout/staleness/mean"] == 1.25  # (2·2 + 6·1) / 8
@@ -140,7 +140,7 @@ def test_staleness_is_the_lag_of_each_token():
 
 
 def test_all_metrics_of_a_rollout_are_registered():
-    metrics = rollout_metrics([[sample(0, reward=1, versions=[1] * 4)]], 1.0, score=score, version=1)
+    metrics = rollout_metrics([[sample(0, reward=1, versions=[1] * 4)]], 1.0, score=score, staleness_of=lambda v: 0)
     assert [name for name in metrics if describe(name) is None] == []
     assert all(map(math.isfinite, metrics.values()))
 

@@ -12,7 +12,7 @@ from vime.types import Sample, SamplingParams, Status
 PROMPT = [1, 2, 3]
 
 
-def make(generator=None, rewarder=None, *, concurrency=4, eval_sets=(), source=None):
+def make(generator=None, rewarder=None, *, concurrency=4, eval_sets=(), source=None, max_staleness=0):
     generator = generator or FakeGenerator()
     single = SingleTurn(generator, lambda prompt: PROMPT, lambda ids: " ".join(map(str, ids)), max_context=64)
 
@@ -29,6 +29,7 @@ def make(generator=None, rewarder=None, *, concurrency=4, eval_sets=(), source=N
         metrics=lambda rollout_id, collected, seconds: {"rollout/groups": float(len(collected.groups))},
         recorder=recorder,
         eval_sets=eval_sets,
+        max_staleness=max_staleness,
     )
     return manager, generator, recorder
 

@@ -22,11 +22,17 @@ from vime.config import Config
 from vime.ports import Trainer
 from vime.rewards.hub import RewardHub
 from vime.rollout.build import Prompts, make_hub, make_manager, make_pool, make_rewarder
+from vime.rollout.manager import RolloutManager
+from vime.rollout.staleness import WeightHistory
 from vime.rollout.tasks import together
 from vime.serving.client import RouterClient
 from vime.serving.control import EngineControl
 from vime.serving.http import EngineError
 from vime.serving.teacher import TeacherClient
+from vime.types import WeightVersion
+
+HISTORY = "weight_history"
+"""What a checkpoint calls it."""
 
 
 class Job(TrainingJob):
@@ -53,6 +59,8 @@ class Job(TrainingJob):
         )
         super().__init__(config, prompts.source, prompts.num_rollout(config), record, trainer, turns)
         self._prompts = prompts
+        self._history = WeightHistory()
+        self._manager: RolloutManager | None = None
         self._critic = Critic(config, placement, slots.threads, turns) if config.algorithm.needs_critic else None
         self._engines = EngineGroup(config, placement, slots.threads, Path(config.ops.run_dir) / "logs")
         self._ledger = MemoryLedger(trainer.memory_gib, self._engines.memory_gib, record.report.note)
@@ -79,7 +87,7 @@ class Job(TrainingJob):
         args = config.args.extended(vllm_router_ip=router.hostname, vllm_router_port=router.port)
         self._hub = make_hub(config, self._prompts, args, self._pool)
         rewarder = make_rewarder(config, self._prompts, self._hub, self._teacher, EngineError)
-        self.weights = weights = GroupWeightSync(
+        self.weights = GroupWeightSync(
             config,
             self.trainer,
             self._controls,
@@ -89,8 +97,8 @@ class Job(TrainingJob):
             ledger=self._ledger,
             version=self._saved_version() - 1,
         )
-        self.rollouts = make_manager(
-            config, self._prompts, args, self._client, rewarder, self._record.recorder, lambda: weights.version
+        self.rollouts = self._manager = make_manager(
+            config, self._prompts, args, self._client, rewarder, self._record.recorder, self._history
         )
         self.schedule = self._make_schedule()
         self.checkpoints = self._make_checkpoints()
@@ -109,10 +117,16 @@ class Job(TrainingJob):
             await together([self._critic.start(), self._start_trainer()])
         if self._critic is not None:
             self._critic_first_rollout = first_rollout(self._start, None if self._critic.is_new else self._state)
+        if HISTORY in self._state:
+            self._history.load_state_dict(self._state[HISTORY])
 
     def _driver_state(self, rollout_id: int) -> dict[str, Any]:
         of_critic = {} if self._critic is None else {FIRST_ROLLOUT: self._critic_first_rollout}
-        return super()._driver_state(rollout_id) | of_critic
+        return super()._driver_state(rollout_id) | {HISTORY: self._history.state_dict()} | of_critic
+
+    def _next_version(self, rollout_id: int) -> WeightVersion:
+        """Weights that the engines have not got yet will be another version."""
+        return super()._next_version(rollout_id) + (rollout_id + 1 > self._history.trainings)
 
     def _critic_checkpoints(self) -> CriticCheckpoints | None:
         return None if self._critic is None else self._critic.checkpoints
@@ -126,6 +140,8 @@ class Job(TrainingJob):
         return await self._engines.failures()
 
     async def stop(self) -> None:
+        if self._manager is not None:
+            await self._manager.close()
         await self._ledger.close()
         await self._pool.close()
         if self._hub is not None:

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, contextmanager
 
 from rich.console import Console
 
-from vime import loop
+from vime import async_loop, loop
 from vime.cluster.calls import RemoteError
 from vime.cluster.job import Job
 from vime.cluster.memory import PeakMemory
@@ -62,8 +62,9 @@ async def run(config: Config) -> None:
             job = make_job(config, data, record, slots)
             stack.push_async_callback(job.stop)
             await job.start()
+        train = async_loop.train if config.asynchrony.asynchronous else loop.train
         await supervised(
-            loop.train(job.schedule, job.rollouts, job.learner, job.weights, job.checkpoints, record.report),
+            train(job.schedule, job.rollouts, job.learner, job.weights, job.checkpoints, record.report),
             job.failures,
         )
         record.report.finish(peak_memory_bytes=memory.peak_bytes, resume_command=resume_command(config))

@@ -103,6 +103,7 @@ class TrainingJob(ABC):
         return Schedule(
             start=self._start,
             stop=self._num_rollout,
+            sync_interval=config.asynchrony.update_weights_interval,
             save_interval=config.checkpoint.save_interval,
             saves_at_end=config.checkpoint.save is not None,
             eval_interval=config.evaluation.eval_interval,
@@ -132,9 +133,13 @@ class TrainingJob(ABC):
     def _driver_state(self, rollout_id: int) -> dict[str, Any]:
         return {
             "source": self._save_source(rollout_id),
-            "weight_version": self.weights.version if self.weights is not None else 0,
+            "weight_version": self._next_version(rollout_id),
             **self._record.driver_state(),
         }
+
+    def _next_version(self, rollout_id: int) -> WeightVersion:
+        """The version that the weights of a checkpoint have once they are synced."""
+        return self.weights.version if self.weights is not None else 0
 
 
 def batch_options(config: Config) -> dict[str, Any]:

@@ -95,6 +95,7 @@ class Config:
     batch: sections.Batch
     algorithm: sections.Algorithm
     critic: sections.Critic
+    asynchrony: sections.Asynchrony
     off_policy: sections.OffPolicy
     distillation: sections.Distillation
     optimizer: sections.Optimizer

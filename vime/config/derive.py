@@ -68,6 +68,13 @@ def _like_with_critic(source: str) -> Callable[[Values], Derived]:
     return derived
 
 
+def _use_tis(values: Values) -> Derived:
+    """Only where the loss has a place for it and the log-probs of both sides are of the same distribution."""
+    whole = values["rollout_top_p"] == 1 and values["rollout_top_k"] == -1
+    able = values["loss_type"] == "policy_loss" and not values["use_rollout_logprobs"] and whole
+    return able and (values["max_staleness"] or 0) > 0, "max-staleness"
+
+
 DERIVATIONS: dict[str, Callable[[Values], Derived]] = {
     "debug_train_only": lambda v: (v["load_debug_rollout_data"] is not None, "load-debug-rollout-data"),
     "rollout_num_gpus": _rollout_num_gpus,
@@ -103,6 +110,8 @@ DERIVATIONS: dict[str, Callable[[Values], Derived]] = {
     "run_dir": _run_dir,
     "tensorboard_dir": lambda v: (os.path.join(v["run_dir"], "tensorboard"), "run-dir"),
     "eval_function_path": _like("rollout_function_path"),
+    "max_staleness": lambda v: (1, "asynchronous") if v["asynchronous"] else (0, "nothing runs ahead"),
+    "use_tis": _use_tis,
 }
 """By attribute, in an order in which each finds its sources ready."""
 

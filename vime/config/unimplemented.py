@@ -7,8 +7,7 @@ _BY_TOPIC = {
     "balance-by-flops data-pad-size-multiplier async-save release-train",
     "data": "multimodal-keys disable-rollout-global-dataset",
     "sampling": "over-sampling-batch-size dynamic-sampling-filter-path partial-rollout "
-    "mask-offpolicy-in-partial-rollout buffer-filter-path "
-    "update-weights-interval",
+    "mask-offpolicy-in-partial-rollout buffer-filter-path",
     "algorithms": "use-rollout-entropy pg-loss-type",
     "mixture of experts": "use-rollout-routing-replay",
     "training hooks": "model-name",

@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from vime.algorithms.rewards import zero_std_counts
@@ -24,7 +25,7 @@ def rollout_metrics(
     *,
     score: Score,
     engine_slots: int = 1,
-    version: WeightVersion | None = None,
+    staleness_of: Callable[[WeightVersion], int] | None = None,
 ) -> dict[str, float]:
     """All metrics of a rollout. What cannot be said of it (no sample, no version) is left out, never NaN.
 
@@ -33,7 +34,7 @@ def rollout_metrics(
         seconds: how long generation and grading took.
         score: reads the reward of a graded sample.
         engine_slots: GPUs of all engines together, or CPU slots where there are none.
-        version: of the weights that will train on the samples; None where versions are unknown.
+        staleness_of: version → trainings between its weights and the one that uses the samples; None where unknown.
     """
     samples = list(itertools.chain.from_iterable(groups))
     if not samples:
@@ -42,7 +43,7 @@ def rollout_metrics(
         _lengths(samples)
         | _outcomes(samples)
         | _rewards(groups, score)
-        | _versions(samples, version)
+        | _versions(samples, staleness_of)
         | _speed(samples, seconds, engine_slots)
     )
 
@@ -87,18 +88,19 @@ def _rewards(groups: Sequence[Group], score: Score) -> dict[str, float]:
     )
 
 
-def _versions(samples: Sequence[Sample], version: WeightVersion | None) -> dict[str, float]:
-    versions = list(itertools.chain.from_iterable(sample.weight_versions for sample in samples))
-    if not versions:
+def _versions(samples: Sequence[Sample], staleness_of: Callable[[WeightVersion], int] | None) -> dict[str, float]:
+    counts = Counter(itertools.chain.from_iterable(sample.weight_versions for sample in samples))
+    if not counts:
         return {}
     metrics = {
-        "rollout/weight_version/min": float(min(versions)),
-        "rollout/weight_version/max": float(max(versions)),
+        "rollout/weight_version/min": float(min(counts)),
+        "rollout/weight_version/max": float(max(counts)),
         "rollout/mixed_version_ratio": mean([float(len(set(sample.weight_versions)) > 1) for sample in samples]),
     }
-    if version is not None:
-        metrics["rollout/staleness/mean"] = version - mean(versions)
-        metrics["rollout/staleness/max"] = float(version - min(versions))
+    if staleness_of is not None:
+        ages = {version: staleness_of(version) for version in counts}
+        metrics["rollout/staleness/mean"] = sum(ages[v] * n for v, n in counts.items()) / counts.total()
+        metrics["rollout/staleness/max"] = float(max(ages.values()))
     return metrics
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,8 @@ from vime.rollout.hooks import (
 )
 from vime.rollout.manager import Collected, EvalMetrics, Generate, Rewarder, RolloutManager, RolloutMetrics, Runner
 from vime.rollout.shaping import shape_rewards
-from vime.types import Group, Sample, SamplingParams, WeightVersion
+from vime.rollout.staleness import WeightHistory
+from vime.types import Group, Sample, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,13 +201,13 @@ def make_manager(
     generator: Generator,
     rewarder: Rewarder,
     recorder: Recorder,
-    version: Callable[[], WeightVersion],
+    history: WeightHistory,
 ) -> RolloutManager:
     """The manager of rollouts over engines that run already.
 
     Args:
         args: the flat view with the run-time values (address of the router) that users' functions get.
-        version: of the weights that the trainer has now.
+        history: of the engines' weights, also of those before a resume.
     """
     hooks = prompts.hooks
     log = log_file(config)
@@ -233,7 +234,7 @@ def make_manager(
         sampling=sampling_params(config),
         post_process=_post_process(config, hooks, args),
         convert=_convert(config, hooks, args),
-        metrics=_rollout_metrics(config, hooks, args, version),
+        metrics=_rollout_metrics(config, hooks, args, history),
         recorder=recorder,
         eval_sets=[_eval_set(config, dataset, source) for dataset, source in prompts.eval_sources],
         eval_metrics=_eval_metrics(hooks, args),
@@ -241,6 +242,8 @@ def make_manager(
         evaluate=custom_evaluation(evaluate, args, prompts.source) if evaluate else None,
         sample_filter=sample_filter(removes, args) if removes else None,
         process_all=all_samples_process(processes, args, prompts.source) if processes else None,
+        history=history,
+        max_staleness=config.asynchrony.max_staleness,
     )
 
 
@@ -298,14 +301,18 @@ def _eval_set(config: Config, dataset: EvalDataset, source: PromptSource) -> Eva
     return EvalSet(name=dataset.name, groups=groups, sampling=sampling, score=score)
 
 
-def _rollout_metrics(config: Config, hooks: Hooks, args: Args, version: Callable[[], WeightVersion]) -> RolloutMetrics:
+def _rollout_metrics(config: Config, hooks: Hooks, args: Args, history: WeightHistory) -> RolloutMetrics:
     score = functools.partial(Sample.score, reward_key=config.reward.reward_key)
     log = hooks.get(contracts.CUSTOM_ROLLOUT_LOG)
 
     def metrics(rollout_id: int, collected: Collected, seconds: float) -> dict[str, float]:
         groups = collected.groups
         found = rollout_metrics(
-            groups, seconds, score=score, engine_slots=config.cluster.rollout_num_gpus, version=version()
+            groups,
+            seconds,
+            score=score,
+            engine_slots=config.cluster.rollout_num_gpus,
+            staleness_of=lambda version: rollout_id - history.trainings_of(version),
         )
         found |= collected.metrics
         samples = [sample for group in groups for sample in group]

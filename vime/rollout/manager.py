@@ -11,8 +11,9 @@ from vime.ports import DataSource, Recorder
 from vime.rollout.conversion import Convert, PostProcess, to_rollout_batch
 from vime.rollout.evaluation import EvalSet, Evaluate, Evaluated, eval_metrics
 from vime.rollout.sampling import SamplingLoop, group_order
+from vime.rollout.staleness import WeightHistory
 from vime.rollout.tasks import together
-from vime.types import Group, RolloutBatch, Sample, SamplingParams, derive_seed
+from vime.types import Group, RolloutBatch, Sample, SamplingParams, WeightVersion, derive_seed
 
 Generate = Callable[[Sample, SamplingParams, bool], Awaitable[list[Sample]]]
 """(sample, how to sample, whether for evaluation) → the sample, filled, or the children that became of it. Children are
@@ -119,6 +120,8 @@ class RolloutManager:
         sample_filter: called with the closed groups; marks samples by ``remove_sample``.
         process_all: called afterwards with all groups that were finished, dropped ones too, in the order of their
             prompts.
+        history: of the weights that the engines had; it is told of each sync.
+        max_staleness: how many trainings a rollout that is begun early may lag behind the one that uses it.
     """
 
     def __init__(
@@ -138,6 +141,8 @@ class RolloutManager:
         evaluate: Evaluate | None = None,
         sample_filter: Callable[[list[Group]], None] | None = None,
         process_all: Callable[[int, list[Group]], None] | None = None,
+        history: WeightHistory | None = None,
+        max_staleness: int = 0,
     ) -> None:
         self._source = source
         self._runner = runner
@@ -153,14 +158,41 @@ class RolloutManager:
         self._evaluate = evaluate or self._evaluate_sets
         self._sample_filter = sample_filter
         self._process_all = process_all
+        self._history = history or WeightHistory()
+        self._max_staleness = max_staleness
+        self._ahead: asyncio.Task[tuple[Collected, float]] | None = None
 
-    async def generate(self, rollout_id: int) -> RolloutBatch:
-        """One rollout: sampled, graded, recorded, and turned into a batch."""
+    def begin(self, rollout_id: int) -> None:
+        """Samples in the background, as soon as the engines' weights are new enough for this rollout."""
+        assert self._ahead is None, "one rollout is ahead at a time"
+        self._ahead = asyncio.ensure_future(self._when_admitted(rollout_id))
+
+    async def _when_admitted(self, rollout_id: int) -> tuple[Collected, float]:
+        await self._history.until(lambda: rollout_id - self._history.trainings <= self._max_staleness)
+        return await self._timed(rollout_id)
+
+    async def _timed(self, rollout_id: int) -> tuple[Collected, float]:
+        """What was collected, and the seconds that it took."""
         clock = asyncio.get_running_loop().time
         begin = clock()
         collected = await self._collect(rollout_id)
+        return collected, clock() - begin
+
+    def synced(self, version: WeightVersion, trainings: int) -> None:
+        self._history.synced(version, trainings)
+
+    async def close(self) -> None:
+        """Ends what was begun and not asked for."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+            await asyncio.gather(self._ahead, return_exceptions=True)
+
+    async def generate(self, rollout_id: int) -> RolloutBatch:
+        """One rollout: sampled, graded, recorded, and turned into a batch."""
+        ahead, self._ahead = self._ahead, None
+        collected, seconds = await (ahead or self._timed(rollout_id))
         groups = collected.groups
-        metrics = self._metrics(rollout_id, collected, clock() - begin)
+        metrics = self._metrics(rollout_id, collected, seconds)
         if self._sample_filter is not None:
             self._sample_filter(groups)
         if self._process_all is not None:

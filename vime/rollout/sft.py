@@ -23,7 +23,7 @@ from vime.ports import DataSource
 from vime.rollout.build import max_context_of, rollouts_of
 from vime.rollout.hooks import CustomSource, custom_rollout
 from vime.rollout.manager import Collect, Collected
-from vime.types import Group, RolloutBatch, Sample, Status, TrainSample, mean
+from vime.types import Group, RolloutBatch, Sample, Status, TrainSample, WeightVersion, mean
 
 _log = logging.getLogger(__name__)
 
@@ -168,6 +168,12 @@ class DialogueRollouts:
             if hook
             else self._read
         )
+
+    def begin(self, rollout_id: int) -> None:
+        """Dialogues are there already."""
+
+    def synced(self, version: WeightVersion, trainings: int) -> None:
+        """No weights sample dialogues."""
 
     async def generate(self, rollout_id: int) -> RolloutBatch:
         """The next dialogues. Samples of a custom function may have tokens and loss mask already."""

@@ -2,6 +2,7 @@
 
 from vime.config.rules import (
     algorithm,
+    asynchrony,
     batches,
     critic,
     distillation,
@@ -24,6 +25,7 @@ RULES: tuple[Rule, ...] = (
     *ranges.RULES,
     *batches.RULES,
     *map(where_sampled, algorithm.RULES),
+    *asynchrony.RULES,
     *layout.RULES,
     *critic.RULES,
     *fixed.RULES,
@@ -35,6 +37,12 @@ RULES: tuple[Rule, ...] = (
     *files.RULES,
     *model.RULES,
 )
-WARNINGS: tuple[Rule, ...] = (*doubts.WARNINGS, *algorithm.WARNINGS, *critic.WARNINGS, *sft.WARNINGS)
+WARNINGS: tuple[Rule, ...] = (
+    *doubts.WARNINGS,
+    *algorithm.WARNINGS,
+    *asynchrony.WARNINGS,
+    *critic.WARNINGS,
+    *sft.WARNINGS,
+)
 
 __all__ = ["RULES", "WARNINGS", "Rule", "Violation"]

@@ -49,7 +49,7 @@ RANGES: Mapping[str, Range] = dict(
             "expert_model_parallel_size expert_tensor_parallel_size recompute_num_layers rm_workers eval_interval "
             "n_samples_per_eval_prompt eval_max_response_len eval_max_prompt_len eval_max_context_len "
             "vllm_server_concurrency update_weight_buffer_size lr_decay_iters vocab_size "
-            "overlong_buffer_len ref_update_interval",
+            "overlong_buffer_len ref_update_interval update_weights_interval",
             Range(1),
         ),
         *_each(
@@ -59,7 +59,7 @@ RANGES: Mapping[str, Range] = dict(
             "lr_warmup_iters weight_decay clip_grad eps_clip_high kl_loss_coef kl_coef eval_min_new_tokens "
             "mtp_loss_scaling_factor "
             "weight_probe_interval eval_temperature rollout_seed seed rollout_num_gpus "
-            "overlong_penalty_factor tis_clip_low tis_veto opsm_delta",
+            "overlong_penalty_factor tis_clip_low tis_veto opsm_delta max_staleness",
             Range(0),
         ),
         *_each("rm_timeout_s request_timeout_s engine_start_timeout_s weight_sync_timeout_s", Range(0, above=True)),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from vime.config.config import OWN_FLAGS, Config
 from vime.config.rules.base import Violation, option
 
-IDLE_SECTIONS = ("engine", "reward", "off_policy", "critic")
+IDLE_SECTIONS = ("engine", "reward", "asynchrony", "off_policy", "critic")
 IDLE = (
     "colocate offload offload_train offload_rollout rollout_num_gpus_per_engine "
     "rollout_max_response_len rollout_top_p rollout_top_k rollout_stop rollout_stop_token_ids "

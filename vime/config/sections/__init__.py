@@ -1,6 +1,7 @@
 """One class a component of vime. The name of an attribute is the name of its flag, with underscores."""
 
 from vime.config.sections.algorithm import Algorithm
+from vime.config.sections.asynchrony import Asynchrony
 from vime.config.sections.batch import Batch
 from vime.config.sections.checkpoint import Checkpoint
 from vime.config.sections.cluster import Cluster
@@ -25,6 +26,7 @@ SECTIONS: dict[str, type] = {
     "batch": Batch,
     "algorithm": Algorithm,
     "critic": Critic,
+    "asynchrony": Asynchrony,
     "off_policy": OffPolicy,
     "distillation": Distillation,
     "optimizer": Optimizer,
@@ -40,6 +42,7 @@ SECTIONS: dict[str, type] = {
 __all__ = [
     "SECTIONS",
     "Algorithm",
+    "Asynchrony",
     "Batch",
     "Checkpoint",
     "Cluster",

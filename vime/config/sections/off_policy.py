@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from vime.config.flags import flag
+from vime.config.flags import derived, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,10 @@ class OffPolicy:
         help="The old policy has the weights that the engine sampled with, kept in host memory until they are trained "
         "on. It matters where training goes on in the meantime.",
     )
-    use_tis: bool = flag(False, help="Weigh each token's loss by the ratio of trainer to engine (importance sampling).")
+    use_tis: bool = derived(
+        "max-staleness above 0, where it can be",
+        help="Weigh each token's loss by the ratio of trainer to engine (importance sampling).",
+    )
     tis_level: Literal["token", "sequence", "geometric"] = flag(
         "token", help="The ratio of a token, of its whole sample, or the geometric mean over its sample."
     )

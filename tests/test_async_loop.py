@@ -1,0 +1,154 @@
+"""The order of things in the asynchronous loop, over fakes that write down what they are asked."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from tests.rollout.fakes import FakeGenerator
+from tests.rollout.test_manager import make
+from vime import async_loop, loop
+from vime.loop import Schedule
+from vime.types import RolloutBatch, TrainResult
+
+
+class World:
+    """Every port of the loops; ``said`` has what happened, in order."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.version = 0
+
+    def begin(self, rollout_id: int) -> None:
+        self.said.append(f"begin {rollout_id}")
+
+    async def generate(self, rollout_id: int) -> RolloutBatch:
+        self.said.append(f"generate {rollout_id}")
+        return RolloutBatch(rollout_id=rollout_id, samples=())
+
+    def synced(self, version: int, trainings: int) -> None:
+        self.said.append(f"version {version} after {trainings}")
+
+    async def evaluate(self, rollout_id: int) -> dict[str, float]:
+        self.said.append(f"evaluate {rollout_id}")
+        return {}
+
+    async def train(self, batch: RolloutBatch) -> TrainResult:
+        self.said.append(f"train {batch.rollout_id}")
+        return TrainResult(steps=({},))
+
+    async def sync(self) -> int:
+        self.version += 1
+        return self.version
+
+    async def save(self, rollout_id: int) -> Path:
+        self.said.append(f"save {rollout_id}")
+        return Path()
+
+    def phase(self, name: str):  # type: ignore[no-untyped-def]
+        return nullcontext()
+
+    def evaluated(self, rollout_id: int, metrics: dict[str, float]) -> None: ...
+
+    def trained(self, batch: RolloutBatch, result: TrainResult) -> None: ...
+
+
+async def run(train, schedule: Schedule, **ports) -> list[str]:  # type: ignore[no-untyped-def]
+    world = World()
+    given = {"rollouts": world, "actor": world, "weights": world, "checkpoints": world, "report": world} | ports
+    await train(schedule, **given)
+    return world.said
+
+
+async def test_the_next_rollout_begins_before_this_one_is_trained_on_and_a_checkpoint_comes_last():
+    schedule = Schedule(start=0, stop=2, save_interval=1, eval_interval=1, evaluates_first=True)
+    assert await run(async_loop.train, schedule) == [
+        *("version 1 after 0", "evaluate 0"),
+        *("generate 0", "begin 1", "train 0", "version 2 after 1", "evaluate 1", "save 0"),
+        *("generate 1", "train 1", "version 3 after 2", "evaluate 2", "save 1"),
+    ]
+
+
+async def test_but_for_that_it_is_the_synchronous_loop():
+    schedule = Schedule(start=2, stop=5, save_interval=2, eval_interval=2, saves_at_end=True)
+    without = [line for line in await run(async_loop.train, schedule) if not line.startswith("begin")]
+    assert without == await run(loop.train, schedule)
+
+
+async def test_weights_go_out_at_an_interval_and_in_the_end():
+    said = await run(async_loop.train, Schedule(start=0, stop=5, sync_interval=2))
+    assert [line for line in said if line.startswith("version")] == [
+        *("version 1 after 0", "version 2 after 2", "version 3 after 4", "version 4 after 5"),
+    ]
+
+
+class Slow(World):
+    """A trainer and a weight sync that take time and tell the generator."""
+
+    def __init__(self, generator: FakeGenerator, train_s: float) -> None:
+        super().__init__()
+        self.generator, self.train_s = generator, train_s
+        self.asked_while_training: list[int] = []
+
+    async def train(self, batch: RolloutBatch) -> TrainResult:
+        before = len(self.generator.requests)
+        await asyncio.sleep(self.train_s)
+        self.asked_while_training.append(len(self.generator.requests) - before)
+        return await super().train(batch)
+
+    async def sync(self) -> int:
+        self.generator.version = await super().sync()
+        return self.generator.version
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "asked"),
+    [(0, [0, 0, 0]), (1, [12, 12, 0])],  # 3 groups of 4 samples a rollout
+)
+async def test_how_far_it_runs_ahead_is_the_bound_of_staleness(max_staleness, asked):
+    generator = FakeGenerator()
+    manager, _, _ = make(generator, concurrency=12, max_staleness=max_staleness)
+    slow = Slow(generator, 0.1)
+    said = await run(async_loop.train, Schedule(start=0, stop=3), rollouts=manager, actor=slow, weights=slow)
+    assert said == [] and slow.asked_while_training == asked
+
+
+async def test_without_staleness_it_makes_the_numbers_of_the_synchronous_loop():
+    batches = {}
+    for name, train in (("async", async_loop.train), ("sync", loop.train)):
+        generator = FakeGenerator()
+        manager, _, _ = make(generator, max_staleness=0)
+        slow = Slow(generator, 0.0)
+        taken: list[RolloutBatch] = []
+
+        async def take(batch: RolloutBatch, taken=taken, slow=slow) -> TrainResult:  # type: ignore[no-untyped-def]
+            taken.append(batch)
+            return await World.train(slow, batch)
+
+        slow.train = take  # type: ignore[method-assign]
+        await run(train, Schedule(start=0, stop=3), rollouts=manager, actor=slow, weights=slow)
+        batches[name] = taken
+    assert [batch.samples for batch in batches["async"]] == [batch.samples for batch in batches["sync"]]
+
+
+async def test_what_the_early_rollout_raises_the_loop_raises():
+    class Broken(FakeGenerator):
+        async def generate(self, token_ids, params, *, session_id):  # type: ignore[no-untyped-def]
+            if len(self.requests) >= 12:
+                raise RuntimeError("no engine is left")
+            return await super().generate(token_ids, params, session_id=session_id)
+
+    manager, _, _ = make(Broken(), max_staleness=1)
+    with pytest.raises(RuntimeError, match="no engine is left"):
+        await run(async_loop.train, Schedule(start=0, stop=3), rollouts=manager)
+
+
+async def test_a_rollout_that_nobody_asks_for_ends_with_the_manager():
+    manager, _, _ = make(max_staleness=1)
+    manager.begin(1)
+    await asyncio.sleep(0)
+    await manager.close()
+    assert len(asyncio.all_tasks()) == 1
