@@ -17,7 +17,9 @@ from vime.observe.rollout_metrics import rollout_metrics
 from vime.ports import Generator
 from vime.rollout.build import Prompts, load_prompts
 from vime.rollout.generate import SingleTurn
-from vime.rollout.manager import RolloutManager, Runner
+from vime.rollout.manager import RolloutManager
+from vime.rollout.runner import Runner
+from vime.rollout.sampling import Sampler
 from vime.serving.client import request_body
 from vime.types import Generation, Group, Sample, SamplingParams
 
@@ -72,11 +74,16 @@ def make_manager(config: Config, generator: Generator, response: int, folder: Pa
     """The manager of a real run, but with a fixed number of response tokens and without grading."""
     prompts = load_prompts(config)
     source = SameGroups(prompts.source.get_samples(config.rollout.rollout_batch_size))
+    runner = Runner(_generate(prompts, generator), NoGrading(), seed=0, concurrency=CONCURRENCY)
+    params = SamplingParams(max_tokens=response, ignore_eos=True)
+
+    async def run(group: Group, rollout_id: int) -> Group:
+        return await runner.run(group, rollout_id, params)
+
     return RolloutManager(
-        source=source,
-        runner=Runner(_generate(prompts, generator), NoGrading(), seed=0, concurrency=CONCURRENCY),
+        sampler=Sampler(source, run, batch_size=len(source)),
+        runner=runner,
         batch_size=len(source),
-        sampling=SamplingParams(max_tokens=response, ignore_eos=True),
         post_process=lambda samples: ([0.0] * len(samples), [0.0] * len(samples)),
         metrics=lambda rollout_id, collected, seconds: rollout_metrics(collected.groups, seconds, score=Sample.score),
         recorder=RunRecorder(folder / "run"),
@@ -86,8 +93,8 @@ def make_manager(config: Config, generator: Generator, response: int, folder: Pa
 def _generate(prompts: Prompts, generator: Generator) -> Any:
     single_turn = SingleTurn(generator, prompts.encoder.encode, prompts.tokenizer.decode, prompts.max_context)
 
-    async def generate(sample: Sample, params: SamplingParams, evaluation: bool) -> Sample:
-        return await single_turn(sample, params)
+    async def generate(sample: Sample, params: SamplingParams, evaluation: bool) -> list[Sample]:
+        return [await single_turn(sample, params)]
 
     return generate
 

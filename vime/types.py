@@ -8,12 +8,13 @@ Lengths in comments and docstrings: L = tokens of prompt and response together, 
 
 from __future__ import annotations
 
+import copy
 import enum
 import hashlib
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from vime.errors import UserError
@@ -145,6 +146,20 @@ class Sample:
         return self.status in (Status.COMPLETED, Status.TRUNCATED)
 
     @property
+    def is_unfinished(self) -> bool:
+        """Whether there is something left to generate. A child is what it is: nothing goes on from it."""
+        return self.parent_index is None and self.status in (Status.PENDING, Status.ABORTED)
+
+    def copy(self) -> Sample:
+        """The same sample, for somebody to work on: nothing that is changed in it changes this one.
+
+        Inputs of other modalities are large, and shared.
+        """
+        shared = ("multimodal_inputs", "multimodal_train_inputs")
+        values = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return Sample(**{name: value if name in shared else _copied(value) for name, value in values})
+
+    @property
     def prompt_length(self) -> int:
         return len(self.tokens) - self.response_length
 
@@ -216,6 +231,13 @@ class Sample:
                 )
         if self.loss_mask is not None and not set(self.loss_mask) <= {0, 1}:
             raise InvalidSample(f"{self.name}: loss_mask holds values other than 0 and 1")
+
+
+def _copied(value: Any) -> Any:
+    """Long lists of numbers are copied as such: a deep copy takes a hundred times as long."""
+    if isinstance(value, list) and not any(isinstance(each, list | dict) for each in value[:1]):
+        return list(value)
+    return copy.deepcopy(value) if isinstance(value, list | dict) else value
 
 
 Group: TypeAlias = list[Sample]

@@ -25,7 +25,9 @@ from vime.rollout.hooks import (
     sample_filter,
     sample_hook,
 )
-from vime.rollout.manager import RolloutManager, Runner
+from vime.rollout.manager import RolloutManager
+from vime.rollout.runner import Runner
+from vime.rollout.sampling import Sampler
 from vime.types import CHILD_STRIDE, Sample, SamplingParams
 
 ARGS = SimpleNamespace(reward_key=None, global_batch_size=4)
@@ -51,11 +53,12 @@ def manager(rewarder=None, *, source=None, hooks=(), **more):
         concurrency=4,
         hooks=[sample_hook(each, ARGS) for each in hooks],
     )
+    params = SamplingParams(max_tokens=8)
+    sampler = Sampler(source or FakeSource(n=4), lambda group, k: runner.run(group, k, params), batch_size=2)
     return RolloutManager(
-        source=source or FakeSource(n=4),
+        sampler=sampler,
         runner=runner,
         batch_size=2,
-        sampling=SamplingParams(max_tokens=8),
         post_process=lambda samples: ([sample.score() for sample in samples],) * 2,
         metrics=lambda rollout_id, collected, seconds: dict(collected.metrics),
         recorder=FakeRecorder(),
@@ -296,11 +299,11 @@ async def test_children_stand_in_the_place_of_their_parent_in_a_batch():
         seed=1,
         concurrency=2,
     )
+    params = SamplingParams(max_tokens=8)
     one = RolloutManager(
-        source=FakeSource(n=3),
+        sampler=Sampler(FakeSource(n=3), lambda group, k: runner.run(group, k, params), batch_size=2),
         runner=runner,
         batch_size=2,
-        sampling=SamplingParams(max_tokens=8),
         post_process=lambda samples: ([sample.score() for sample in samples],) * 2,
         metrics=lambda rollout_id, collected, seconds: {},
         recorder=FakeRecorder(),

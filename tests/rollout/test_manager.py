@@ -6,7 +6,9 @@ from tests.rollout.fakes import FakeGenerator, FakeRecorder, FakeRewarder, FakeS
 from vime.errors import UserError
 from vime.rollout.evaluation import EvalSet
 from vime.rollout.generate import SingleTurn
-from vime.rollout.manager import RolloutManager, Runner
+from vime.rollout.manager import RolloutManager
+from vime.rollout.runner import Runner
+from vime.rollout.sampling import Sampler
 from vime.types import Sample, SamplingParams, Status
 
 PROMPT = [1, 2, 3]
@@ -20,11 +22,13 @@ def make(generator=None, rewarder=None, *, concurrency=4, eval_sets=(), source=N
         return [await single(sample, params)]
 
     recorder = FakeRecorder()
+    runner = Runner(generate, rewarder or FakeRewarder(), seed=42, concurrency=concurrency)
+    params = SamplingParams(max_tokens=8)
+    sampler = Sampler(source or FakeSource(n=4), lambda group, k: runner.run(group, k, params), batch_size=3)
     manager = RolloutManager(
-        source=source or FakeSource(n=4),
-        runner=Runner(generate, rewarder or FakeRewarder(), seed=42, concurrency=concurrency),
+        sampler=sampler,
+        runner=runner,
         batch_size=3,
-        sampling=SamplingParams(max_tokens=8),
         post_process=lambda samples: ([s.score() for s in samples],) * 2,
         metrics=lambda rollout_id, collected, seconds: {"rollout/groups": float(len(collected.groups))},
         recorder=recorder,

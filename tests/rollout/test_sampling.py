@@ -5,34 +5,41 @@ import asyncio
 import pytest
 
 from tests.rollout.fakes import FakeSource
-from vime.rollout.sampling import SamplingLoop
+from vime.plugins.answers import Kept
+from vime.rollout.sampling import Sampler
 from vime.rollout.tasks import together
 from vime.types import Group
 
 
-async def finish_in_reverse(group: Group) -> Group:
+async def finish_in_reverse(group: Group, rollout_id: int = 0) -> Group:
     await asyncio.sleep(0.02 - group[0].group_index / 1000)
     return group
 
 
 async def test_groups_come_back_in_the_order_in_which_they_were_drawn():
-    groups = await SamplingLoop(FakeSource(), finish_in_reverse).collect(8)
-    assert [group[0].group_index for group in groups] == list(range(8))
+    collected = await Sampler(FakeSource(), finish_in_reverse, batch_size=8).collect(0, 8)
+    assert [group[0].group_index for group in collected.groups] == list(range(8))
 
 
 async def test_a_dropped_group_is_replaced_by_a_fresh_one():
+    def judge(group):
+        return Kept(keep=group[0].group_index % 2 == 0, reason="odd")
+
     source = FakeSource()
-    loop = SamplingLoop(source, finish_in_reverse, keep=lambda group: group[0].group_index % 2 == 0)
-    groups = await loop.collect(3)
-    kept, dropped = [g[0].group_index for g in groups], [g[0].group_index for g in loop.dropped]
+    collected = await Sampler(source, finish_in_reverse, batch_size=3, judge=judge).collect(0, 3)
+    kept = [group[0].group_index for group in collected.groups]
+    dropped = [(each.group[0].group_index, each.reason) for each in collected.dropped]
+    returned = [group[0].group_index for group in source.returned]
     assert len(kept) == 3 and all(index % 2 == 0 for index in kept)
-    assert sorted(kept + dropped) == list(range(source.drawn)), "every group drawn is accounted for"
+    assert {reason for _, reason in dropped} == {"odd"}
+    everything = kept + [index for index, _ in dropped] + returned
+    assert sorted(everything) == list(range(source.drawn)), "every group drawn is accounted for"
 
 
 async def test_a_failing_group_ends_the_loop_with_its_own_error_and_cancels_the_rest():
     cancelled = []
 
-    async def run(group: Group) -> Group:
+    async def run(group: Group, rollout_id: int) -> Group:
         if group[0].group_index == 1:
             raise RuntimeError("engine 0 is gone")
         try:
@@ -43,7 +50,7 @@ async def test_a_failing_group_ends_the_loop_with_its_own_error_and_cancels_the_
         return group
 
     with pytest.raises(RuntimeError, match="engine 0 is gone"):
-        await SamplingLoop(FakeSource(), run).collect(4)
+        await Sampler(FakeSource(), run, batch_size=4).collect(0, 4)
     assert sorted(cancelled) == [0, 2, 3]
     assert len(asyncio.all_tasks()) == 1, "only the test itself still runs"
 

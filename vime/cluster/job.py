@@ -100,6 +100,8 @@ class Job(TrainingJob):
         self.rollouts = self._manager = make_manager(
             config, self._prompts, args, self._client, rewarder, self._record.recorder, self._history
         )
+        if self._state.get("rollouts") is not None:
+            self._manager.load_state_dict(self._state["rollouts"])
         self.schedule = self._make_schedule()
         self.checkpoints = self._make_checkpoints()
 
@@ -122,7 +124,8 @@ class Job(TrainingJob):
 
     def _driver_state(self, rollout_id: int) -> dict[str, Any]:
         of_critic = {} if self._critic is None else {FIRST_ROLLOUT: self._critic_first_rollout}
-        return super()._driver_state(rollout_id) | {HISTORY: self._history.state_dict()} | of_critic
+        of_rollouts = {} if self._manager is None else {"rollouts": self._manager.state_dict()}
+        return super()._driver_state(rollout_id) | {HISTORY: self._history.state_dict()} | of_critic | of_rollouts
 
     def _next_version(self, rollout_id: int) -> WeightVersion:
         """Weights that the engines have not got yet will be another version."""

@@ -42,7 +42,9 @@ from vime.rollout.hooks import (
     sample_filter,
     sample_hook,
 )
-from vime.rollout.manager import Collected, EvalMetrics, Generate, Rewarder, RolloutManager, RolloutMetrics, Runner
+from vime.rollout.manager import EvalMetrics, RolloutManager, RolloutMetrics
+from vime.rollout.runner import Gate, Generate, Rewarder, Runner
+from vime.rollout.sampling import Collected, Sampler
 from vime.rollout.shaping import shape_rewards
 from vime.rollout.staleness import WeightHistory
 from vime.types import Group, Sample, SamplingParams
@@ -211,8 +213,9 @@ def make_manager(
     """
     hooks = prompts.hooks
     log = log_file(config)
+    gate = Gate(generator)
     generate = own_generate(
-        _generate(prompts, args, generator),
+        _generate(prompts, args, gate),
         lambda path: load_hook(path, "custom_generate_function_path of a sample", contracts.CUSTOM_GENERATE, log),
         args,
     )
@@ -226,12 +229,12 @@ def make_manager(
         seed=config.data.rollout_seed,
         concurrency=concurrency,
         hooks=[sample_hook(hook, args) for hook in hooks.all(contracts.ROLLOUT_SAMPLE_HOOK)],
+        gate=gate,
     )
     return RolloutManager(
-        source=prompts.source,
+        sampler=_sampler(config, prompts, runner),
         runner=runner,
         batch_size=config.rollout.rollout_batch_size,
-        sampling=sampling_params(config),
         post_process=_post_process(config, hooks, args),
         convert=_convert(config, hooks, args),
         metrics=_rollout_metrics(config, hooks, args, history),
@@ -245,6 +248,15 @@ def make_manager(
         history=history,
         max_staleness=config.asynchrony.max_staleness,
     )
+
+
+def _sampler(config: Config, prompts: Prompts, runner: Runner) -> Sampler:
+    params = sampling_params(config)
+
+    async def run(group: Group, rollout_id: int) -> Group:
+        return await runner.run(group, rollout_id, params)
+
+    return Sampler(prompts.source, run, batch_size=config.rollout.rollout_batch_size, halt=runner.halt)
 
 
 def _generate(prompts: Prompts, args: Args, generator: Generator) -> Generate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vime.ports import Teacher
 from vime.rewards.values import set_error
-from vime.rollout.manager import Rewarder
+from vime.rollout.runner import Rewarder
 from vime.rollout.tasks import together
 from vime.types import Sample
 

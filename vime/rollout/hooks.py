@@ -23,7 +23,9 @@ from vime.plugins.trial import is_coroutine_function
 from vime.ports import DataSource
 from vime.rollout.conversion import Convert, PostProcess, in_order
 from vime.rollout.evaluation import Evaluate, Evaluated
-from vime.rollout.manager import Collect, Collected, Generate, SampleHook
+from vime.rollout.manager import Collect
+from vime.rollout.runner import Generate, SampleHook
+from vime.rollout.sampling import Collected
 from vime.types import Group, RolloutBatch, Sample, SamplingParams, TrainSample
 
 

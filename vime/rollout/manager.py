@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
-from vime.ports import DataSource, Recorder
+from vime.ports import Recorder
 from vime.rollout.conversion import Convert, PostProcess, to_rollout_batch
 from vime.rollout.evaluation import EvalSet, Evaluate, Evaluated, eval_metrics
-from vime.rollout.sampling import SamplingLoop, group_order
+from vime.rollout.runner import Runner
+from vime.rollout.sampling import Collected, Sampler, group_order
 from vime.rollout.staleness import WeightHistory
 from vime.rollout.tasks import together
-from vime.types import Group, RolloutBatch, Sample, SamplingParams, WeightVersion, derive_seed
-
-Generate = Callable[[Sample, SamplingParams, bool], Awaitable[list[Sample]]]
-"""(sample, how to sample, whether for evaluation) → the sample, filled, or the children that became of it. Children are
-never generated again: where one has to be, the drawn sample is, from what it was before the call."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collected:
-    """The closed groups of a rollout."""
-
-    groups: list[Group]
-    dropped: Sequence[Group] = ()  # finished too, but filtered out
-    metrics: Mapping[str, float] = field(default_factory=dict)  # beside those that are made from the groups
-
+from vime.types import Group, RolloutBatch, WeightVersion
 
 Collect = Callable[[int], Awaitable[Collected]]
 """rollout_id → closed groups; what ``--rollout-function-path`` replaces."""
@@ -39,83 +26,13 @@ EvalMetrics = Callable[[int, Evaluated], dict[str, float]]
 """(rollout_id, what the evaluation gave) → metrics."""
 
 
-SampleHook = Callable[[Sample, bool], Awaitable[Sample]]
-"""(generated sample, whether for evaluation) → the sample, before it is graded."""
-
-
-class Rewarder(Protocol):
-    """Puts rewards on samples; a failure becomes a Grade with status ERROR, never an exception."""
-
-    @property
-    def by_group(self) -> bool: ...
-
-    async def reward(self, sample: Sample, *, evaluation: bool = False) -> None: ...
-
-    async def reward_group(self, samples: list[Sample], *, evaluation: bool = False) -> None: ...
-
-
-class Runner:
-    """Generates and grades groups, with bounded concurrency.
-
-    Args:
-        seed: the run's seed; each sample's own is derived from it and the sample's identity, so it depends neither on
-            the order of completion nor on the number of engines.
-        concurrency: how many samples may be generated at once; grading is not counted.
-        hooks: called with each sample between the two, one after the other.
-    """
-
-    def __init__(
-        self,
-        generate: Generate,
-        rewarder: Rewarder,
-        *,
-        seed: int,
-        concurrency: int,
-        hooks: Sequence[SampleHook] = (),
-    ) -> None:
-        self._generate = generate
-        self._hooks = tuple(hooks)
-        self._rewarder = rewarder
-        self._seed = seed
-        self._slots = asyncio.Semaphore(concurrency)
-
-    async def run(self, group: Group, rollout_id: int, sampling: SamplingParams, evaluation: str = "") -> Group:
-        """Fills every sample of the group; children stand in the place of the sample that they came from.
-
-        Args:
-            evaluation: the name of the evaluation set, empty in training.
-        """
-        families = await together(self._run_sample(s, rollout_id, sampling, evaluation) for s in group)
-        done = [sample for family in families for sample in family]
-        if self._rewarder.by_group:
-            await self._rewarder.reward_group(done, evaluation=bool(evaluation))
-        return done
-
-    async def _run_sample(
-        self, sample: Sample, rollout_id: int, sampling: SamplingParams, evaluation: str
-    ) -> list[Sample]:
-        sample.rollout_id = rollout_id
-        # the same evaluation prompt gets the same seed each time, so that curves differ by the weights alone
-        identity = (evaluation,) if evaluation else ("rollout", rollout_id)
-        seed = derive_seed(self._seed, *identity, str(sample.group_index), str(sample.index), sample.response_length)
-        async with self._slots:
-            done = await self._generate(sample, replace(sampling, seed=seed), bool(evaluation))
-        return await together(self._finish(each, bool(evaluation)) for each in done)
-
-    async def _finish(self, sample: Sample, evaluation: bool) -> Sample:
-        """What comes after generation. How a sample is graded does not depend on whether it has siblings."""
-        for hook in self._hooks:
-            sample = await hook(sample, evaluation)
-        if not self._rewarder.by_group:
-            await self._rewarder.reward(sample, evaluation=evaluation)
-        return sample
-
-
 class RolloutManager:
     """Implements ``ports.Rollouts``.
 
     Args:
-        collect: replaces the sampling loop if given.
+        sampler: what rollouts are collected by.
+        runner: what evaluations are run by.
+        collect: replaces the sampler if given.
         evaluate: replaces the evaluation of ``eval_sets`` if given.
         sample_filter: called with the closed groups; marks samples by ``remove_sample``.
         process_all: called afterwards with all groups that were finished, dropped ones too, in the order of their
@@ -127,10 +44,9 @@ class RolloutManager:
     def __init__(
         self,
         *,
-        source: DataSource,
+        sampler: Sampler,
         runner: Runner,
         batch_size: int,
-        sampling: SamplingParams,
         post_process: PostProcess,
         convert: Convert = to_rollout_batch,
         metrics: RolloutMetrics,
@@ -144,10 +60,9 @@ class RolloutManager:
         history: WeightHistory | None = None,
         max_staleness: int = 0,
     ) -> None:
-        self._source = source
+        self._sampler = sampler
         self._runner = runner
         self._batch_size = batch_size
-        self._sampling = sampling
         self._post_process = post_process
         self._convert = convert
         self._metrics = metrics
@@ -182,10 +97,11 @@ class RolloutManager:
         self._history.synced(version, trainings)
 
     async def close(self) -> None:
-        """Ends what was begun and not asked for."""
+        """Ends what was begun and not asked for, and what is in flight."""
         if self._ahead is not None:
             self._ahead.cancel()
             await asyncio.gather(self._ahead, return_exceptions=True)
+        await self._sampler.close()
 
     async def generate(self, rollout_id: int) -> RolloutBatch:
         """One rollout: sampled, graded, recorded, and turned into a batch."""
@@ -196,15 +112,23 @@ class RolloutManager:
         if self._sample_filter is not None:
             self._sample_filter(groups)
         if self._process_all is not None:
-            self._process_all(rollout_id, sorted([*groups, *collected.dropped], key=group_order))
+            finished = groups + [dropped.group for dropped in collected.dropped]
+            self._process_all(rollout_id, sorted(finished, key=group_order))
         self._recorder.samples(rollout_id, [sample for group in groups for sample in group])
         batch = self._convert(rollout_id, groups, self._post_process)
         return replace(batch, metrics=metrics | batch.metrics)
 
     async def _sample(self, rollout_id: int) -> Collected:
-        loop = SamplingLoop(self._source, lambda group: self._runner.run(group, rollout_id, self._sampling))
-        groups = await loop.collect(self._batch_size)
-        return Collected(groups=groups, dropped=loop.dropped)
+        return await self._sampler.collect(rollout_id, self._batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep of generation, as JSON values."""
+        ahead = self._ahead if self._ahead is not None and self._ahead.done() else None
+        return self._sampler.state_dict(untrained=ahead.result()[0].groups if ahead is not None else ())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where ``state`` was taken."""
+        self._sampler.load_state_dict(state)
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
         """All evaluation sets under the weights of now; metrics ``eval/NAME`` and the like."""

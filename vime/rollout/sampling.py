@@ -1,63 +1,338 @@
-"""The sampling loop: keeps groups in flight until enough of them are kept.
+"""The sampler: keeps groups in flight until a rollout has enough of them. It lives as long as the run.
 
 Invariants:
-* every group taken from the source is either returned or in ``dropped``, unless an error ends the call;
-* no task outlives ``collect``, whatever ends it;
-* the result is ordered by group index, so it does not depend on which answer came first.
+* every group that is drawn ends exactly once: it is trained, dropped for a reason, or given back to the source. Until
+  then it is in flight, also between rollouts. ``Ledger`` counts, and its counts add up whenever a rollout is collected;
+* groups that finish after a rollout has all it needs are never thrown away;
+* no task outlives ``close``, and an error closes;
+* what a rollout gets is ordered by group index. With ``in_order`` it also does not depend on who finishes first.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import enum
+import itertools
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
+from vime.data.codec import sample_from_json, sample_to_json
 from vime.errors import UserError
+from vime.plugins.answers import Kept
 from vime.ports import DataSource
 from vime.types import Group
 
-RunGroup = Callable[[Group], Awaitable[Group]]
-KeepGroup = Callable[[Group], bool]
+RunGroup = Callable[[Group, int], Awaitable[Group]]
+"""(group, rollout_id) → the group, generated and graded. It is filled in place, one finished stage after the other."""
+
+Judge = Callable[[Group], Kept]
+"""Whether a finished group counts."""
+
+Halt = Callable[[], AbstractAsyncContextManager[None]]
+"""A block in which nothing is generated; on entry what was under way has ended, with what it had."""
+
+MAX_REFILLS = 32
 
 
-class SamplingLoop:
-    """Draws groups, runs them concurrently, and keeps those that a filter lets through.
+class InFlight(enum.Enum):
+    """What becomes of groups that are still in flight when a rollout has all it needs."""
+
+    ABORT = "abort"  # they end now, and are continued later: partial rollouts
+    RESTART = "restart"  # they end now, and their prompts are answered anew later
+    FINISH = "finish"  # they are waited for
+    LEAVE = "leave"  # they run on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropped:
+    """A finished group that does not count."""
+
+    group: Group
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """The closed groups of a rollout."""
+
+    groups: list[Group]
+    dropped: Sequence[Dropped] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)  # beside those that are made from the groups
+
+
+@dataclass(kw_only=True)
+class Ledger:
+    """What became of the groups drawn since the start of the run."""
+
+    drawn: int = 0  # a group that comes back from the source is drawn once more
+    trained: int = 0
+    returned: int = 0  # to the source
+    dropped: Counter[str] = field(default_factory=Counter)  # by reason
+
+    @property
+    def in_flight(self) -> int:
+        return self.drawn - self.trained - self.returned - self.dropped.total()
+
+    def metrics(self, before: Ledger) -> dict[str, float]:
+        """What has happened since ``before``."""
+        dropped = self.dropped - before.dropped
+        counts = {
+            "drawn": self.drawn - before.drawn,
+            "trained": self.trained - before.trained,
+            "returned": self.returned - before.returned,
+            "dropped": dropped.total(),
+            "in_flight": self.in_flight,
+            **{f"dropped/{reason}": count for reason, count in dropped.items()},
+        }
+        return {f"rollout/groups/{name}": float(count) for name, count in counts.items()}
+
+    def copy(self) -> Ledger:
+        return Ledger(drawn=self.drawn, trained=self.trained, returned=self.returned, dropped=Counter(self.dropped))
+
+
+@dataclass(eq=False, kw_only=True)
+class _Flight:
+    """A group in flight."""
+
+    origin: Group  # its samples as they were drawn
+    group: Group  # its samples as they are now
+    task: asyncio.Future[Group]
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether nothing is left to sample, though perhaps to grade."""
+        return not any(sample.is_unfinished for sample in self.group)
+
+
+@dataclass(kw_only=True)
+class _Rollout:
+    """A rollout that is being collected."""
+
+    number: int
+    target: int
+    drawn: int = 0
+    kept: list[Group] = field(default_factory=list)
+    spare: list[Dropped] = field(default_factory=list)  # may fill the batch when too few are kept
+    dropped: list[Dropped] = field(default_factory=list)
+
+    @property
+    def short(self) -> int:
+        """How many groups are missing even with the spare ones."""
+        return self.target - len(self.kept) - len(self.spare)
+
+
+class Sampler:
+    """Draws groups, runs them concurrently, and keeps those that count.
 
     Args:
-        source: where groups come from, and where unfinished ones go back.
-        run_group: generates and grades one group.
-        keep: whether a finished group counts; a group that does not is replaced by a fresh one.
+        source: where groups come from, and where unfinished ones and surplus ones go back.
+        run: generates and grades one group.
+        batch_size: how many groups are drawn at a time; with ``LEAVE`` how many are kept in flight.
+        judge: whether a finished group counts; one that does not is replaced.
+        in_flight: what becomes of groups that a rollout does not wait for.
+        halt: how ``ABORT`` and ``RESTART`` end generation.
+        in_order: groups are judged in the order in which they were drawn.
+        max_refills: how many more batches a rollout may draw because of groups that do not count.
+        may_start: how many of that many further groups may start now; ``admission_changed`` asks again.
     """
 
-    def __init__(self, source: DataSource, run_group: RunGroup, keep: KeepGroup = lambda group: True) -> None:
+    def __init__(
+        self,
+        source: DataSource,
+        run: RunGroup,
+        *,
+        batch_size: int,
+        judge: Judge = lambda group: Kept(keep=True),
+        in_flight: InFlight = InFlight.RESTART,
+        halt: Halt = lambda: nullcontext(),
+        in_order: bool = False,
+        max_refills: int = MAX_REFILLS,
+        may_start: Callable[[int], int] = lambda wanted: wanted,
+    ) -> None:
         self._source = source
-        self._run_group = run_group
-        self._keep = keep
-        self.dropped: list[Group] = []
+        self._run = run
+        self._batch_size = batch_size
+        self._judge = judge
+        self._in_flight = in_flight
+        self._halt = halt
+        self._in_order = in_order
+        self._max_refills = max_refills
+        self._may_start = may_start
+        self._flights: list[_Flight] = []  # in the order in which they were drawn
+        self._restored: list[Group] = []  # of a checkpoint: in flight, but not started yet
+        self._rollout: _Rollout | None = None
+        self._changed = asyncio.Event()
+        self.ledger = Ledger()
 
-    async def collect(self, target: int) -> list[Group]:
-        """Returns ``target`` kept groups. What one group raises ends the whole call with that exception."""
-        kept: list[Group] = []
-        in_flight: dict[asyncio.Task[Group], Group] = {}
+    async def collect(self, rollout_id: int, target: int) -> Collected:
+        """``target`` groups that count. What one group raises ends the call, and all groups in flight, with it.
+
+        Raises:
+            UserError: too few groups count, or the source has none.
+        """
+        assert self._rollout is None, "one rollout is collected at a time"
+        before = self.ledger.copy()
+        self._rollout = rollout = _Rollout(number=rollout_id, target=target)
         try:
-            while len(kept) < target:
-                self._submit(target - len(kept) - len(in_flight), in_flight)
-                done, _ = await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    del in_flight[task]
-                    group = task.result()
-                    (kept if self._keep(group) else self.dropped).append(group)
+            self._changed.set()  # groups may have finished since the last rollout
+            while not self._is_full(rollout):
+                self._fill(rollout)
+                await self._changed.wait()
+                self._changed.clear()
+                for flight in itertools.takewhile(lambda _: not self._is_full(rollout), self._landed()):
+                    self._close(flight, rollout)
+            await self._settle(rollout_id)
+        except BaseException:
+            await self.close()
+            raise
         finally:
-            await cancel_all(in_flight)
-        return sorted(kept, key=group_order)
+            self._rollout = None
+        return self._collected(rollout, before)
 
-    def _submit(self, count: int, in_flight: dict[asyncio.Task[Group], Group]) -> None:
-        if count <= 0:
+    def admission_changed(self) -> None:
+        """``may_start`` may have another answer now."""
+        self._changed.set()
+
+    async def close(self) -> None:
+        """Ends all groups in flight; they are forgotten."""
+        await cancel_all([flight.task for flight in self._flights])
+        self._flights.clear()
+
+    def state_dict(self, untrained: Sequence[Group] = ()) -> dict[str, Any]:
+        """What a run that goes on from here must know, as JSON values.
+
+        Args:
+            untrained: groups that were collected, and that the checkpoint's weights have not learned from yet.
+        """
+        groups = list(untrained) + self._restored
+        if self._rollout is not None:
+            groups += self._rollout.kept + [spare.group for spare in self._rollout.spare]
+        groups += [flight.group for flight in self._flights]
+        return {
+            "groups": [[sample_to_json(sample.copy()) for sample in group] for group in groups],
+            "drawn": self.ledger.drawn,
+            "trained": self.ledger.trained - len(untrained),
+            "returned": self.ledger.returned,
+            "dropped": dict(self.ledger.dropped),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where ``state`` was taken: groups that were in flight start first, with what they had."""
+        self._restored = [[sample_from_json(record) for record in group] for group in state["groups"]]
+        self.ledger = Ledger(
+            drawn=state["drawn"],
+            trained=state["trained"],
+            returned=state["returned"],
+            dropped=Counter(state["dropped"]),
+        )
+
+    def _is_full(self, rollout: _Rollout) -> bool:
+        return len(rollout.kept) == rollout.target or (rollout.short <= 0 and not self._flights and not self._restored)
+
+    def _fill(self, rollout: _Rollout) -> None:
+        """Starts as many groups as the rollout needs and admission allows."""
+        waiting = len(self._flights) + len(self._restored)
+        if self._in_flight is InFlight.LEAVE:
+            wanted = self._batch_size - waiting
+        else:
+            wanted = self._batch_size if rollout.short > waiting else 0
+        most = max(self._batch_size, rollout.target) + self._max_refills * self._batch_size
+        if wanted > 0 and rollout.drawn >= most:
+            if waiting == 0:
+                raise UserError(self._too_few(rollout))
+            wanted = 0
+        startable = max(wanted, 0) + len(self._restored)
+        for group in self._draw(self._may_start(startable) if startable else 0, rollout):
+            self._start(group, rollout.number)
+
+    def _draw(self, count: int, rollout: _Rollout) -> list[Group]:
+        drawn, self._restored = self._restored[:count], self._restored[count:]
+        while len(drawn) < count:
+            fresh = self._source.get_samples(count - len(drawn))
+            if not fresh:
+                if self._flights or drawn:
+                    break
+                raise UserError(f"rollout {rollout.number}: the data source gave no groups where {count} were wanted")
+            drawn += fresh
+            rollout.drawn += len(fresh)
+            self.ledger.drawn += len(fresh)
+        return drawn
+
+    def _start(self, group: Group, rollout_id: int) -> None:
+        now = list(group)
+        task = asyncio.ensure_future(self._run(now, rollout_id))
+        task.add_done_callback(lambda _: self._changed.set())
+        self._flights.append(_Flight(origin=group, group=now, task=task))
+
+    def _landed(self) -> list[_Flight]:
+        """The finished groups that may be judged; raises what a group raised."""
+        done = [flight for flight in self._flights if flight.task.done()]
+        for flight in done:
+            flight.group = flight.task.result()
+        if self._in_order:
+            return list(itertools.takewhile(lambda flight: flight.task.done(), self._flights))
+        return done
+
+    def _close(self, flight: _Flight, rollout: _Rollout) -> None:
+        self._flights.remove(flight)
+        verdict = self._judge(flight.group)
+        if verdict.keep:
+            rollout.kept.append(flight.group)
             return
-        groups = self._source.get_samples(count)
-        if not groups:
-            raise UserError(f"the data source gave no groups where {count} were wanted")
-        for group in groups:
-            in_flight[asyncio.ensure_future(self._run_group(group))] = group
+        dropped = Dropped(group=flight.group, reason=verdict.reason or "unnamed")
+        (rollout.spare if verdict.keep_when_insufficient else rollout.dropped).append(dropped)
+
+    async def _settle(self, rollout_id: int) -> None:
+        """Sees to the groups that the rollout does not need."""
+        if self._in_flight is InFlight.LEAVE or not self._flights:
+            return
+        tasks = [flight.task for flight in self._flights]
+        if self._in_flight is InFlight.FINISH:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            self._landed()
+        else:
+            async with self._halt():
+                await cancel_all(tasks)
+        self._give_back(rollout_id)
+
+    def _give_back(self, rollout_id: int) -> None:
+        """Surplus groups go to the source, generated ones first: they are judged when their turn comes."""
+        for flight in self._flights:
+            if not flight.task.cancelled():
+                flight.group = flight.task.result()
+        generated = [flight.group for flight in self._flights if flight.is_generated]
+        restarts = self._in_flight is InFlight.RESTART
+        others = [flight.origin if restarts else flight.group for flight in self._flights if not flight.is_generated]
+        groups = sorted(generated, key=group_order) + sorted(others, key=group_order)
+        self._flights.clear()
+        for sample in itertools.chain.from_iterable(groups):
+            if sample.response_length:
+                sample.metadata.setdefault("start_rollout_id", rollout_id)
+        self._source.add_samples(groups)
+        self.ledger.returned += len(groups)
+
+    def _collected(self, rollout: _Rollout, before: Ledger) -> Collected:
+        filled = rollout.target - len(rollout.kept)
+        groups = rollout.kept + [spare.group for spare in rollout.spare[:filled]]
+        dropped = rollout.dropped + rollout.spare[filled:]
+        for sample in itertools.chain.from_iterable(groups):
+            sample.rollout_id = rollout.number
+        self.ledger.trained += len(groups)
+        self.ledger.dropped.update(each.reason for each in dropped)
+        assert self.ledger.in_flight == len(self._flights) + len(self._restored), "a group is lost or counted twice"
+        return Collected(groups=sorted(groups, key=group_order), dropped=dropped, metrics=self.ledger.metrics(before))
+
+    def _too_few(self, rollout: _Rollout) -> str:
+        reasons = Counter(each.reason for each in (*rollout.dropped, *rollout.spare))
+        fell = ", ".join(f"{count} fell because {reason}" for reason, count in reasons.most_common())
+        return (
+            f"rollout {rollout.number}: {sum(reasons.values()) + len(rollout.kept)} groups were generated and "
+            f"{len(rollout.kept)} of the {rollout.target} needed were kept; {fell} "
+            f"(--max-refill-rounds {self._max_refills} x --over-sampling-batch-size {self._batch_size})"
+        )
 
 
 def group_order(group: Group) -> int:
@@ -68,7 +343,7 @@ def group_order(group: Group) -> int:
     return index
 
 
-async def cancel_all(tasks: dict[asyncio.Task[Group], Group]) -> None:
+async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """Cancels the tasks and waits until each has really ended."""
     for task in tasks:
         task.cancel()

@@ -22,7 +22,8 @@ from vime.plugins import rollout as contracts
 from vime.ports import DataSource
 from vime.rollout.build import max_context_of, rollouts_of
 from vime.rollout.hooks import CustomSource, custom_rollout
-from vime.rollout.manager import Collect, Collected
+from vime.rollout.manager import Collect
+from vime.rollout.sampling import Collected
 from vime.types import Group, RolloutBatch, Sample, Status, TrainSample, WeightVersion, mean
 
 _log = logging.getLogger(__name__)
