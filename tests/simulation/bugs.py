@@ -61,7 +61,7 @@ class SwapsStale(Driver):
     told_as = "is not that of the weights of version"
 
     def make_sync(self, version: int) -> FakeSync:
-        return _HalfSync(self.world, self.trainer, self.fleet, self.scenario.faults, version)
+        return _HalfSync(self.world, self.trainer, self.client, self.scenario.faults, version)
 
 
 class _HalfSync(FakeSync):

@@ -199,7 +199,7 @@ def _set(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-class Fleet:
+class FakeClient:
     """Implements ``ports.Generator``: the router, and what befalls requests on their way."""
 
     def __init__(self, world: World, engines: Sequence[FakeEngine], faults: Faults) -> None:

@@ -47,24 +47,25 @@ def _once(outcome: Outcome) -> Iterator[str]:
 
 
 def _accounts(outcome: Outcome) -> Iterator[str]:
-    drawn = set(range(outcome.source["next_group_index"]))
+    """Groups drawn from the file = trained + waiting + dropped, each group in one place only."""
+    source, rollouts = outcome.state["source"], outcome.state["rollouts"]
+    drawn = set(range(source["next_group_index"]))
     trained = {s.group_index for training in outcome.history.trainings for s in training.batch.samples}
-    waiting = [group[0]["group_index"] for group in outcome.source["buffer"]]
-    for name, found in (("trained", trained), ("buffered", set(waiting))):
-        if not found <= drawn:
-            yield f"groups {sorted(found - drawn)} are {name} and were never drawn"
-    if len(set(waiting)) != len(waiting):
-        yield f"the buffer has groups twice: {sorted(waiting)}"
-    if trained & set(waiting):
-        yield f"groups {sorted(trained & set(waiting))} were trained and wait in the buffer"
-    missing = drawn - trained - set(waiting)
-    counted = sum(_dropped(metrics) for metrics in outcome.history.metrics)
+    places = {"trained": sorted(trained)} | {
+        name: [group[0]["group_index"] for group in groups]
+        for name, groups in (("in the buffer", source["buffer"]), ("in flight", rollouts["groups"]))
+    }
+    times = Counter(group for groups in places.values() for group in groups)
+    for group in sorted(times):
+        if times[group] > 1 or group not in drawn:
+            where = ", ".join(name for name, groups in places.items() if group in groups)
+            yield f"group {group} is {where}: {times[group]} times, and was {'' if group in drawn else 'never '}drawn"
+    missing = drawn - set(times)
+    counted = int(sum(metrics["rollout/groups/dropped"] for metrics in outcome.history.metrics))
     if len(missing) != counted:
-        yield f"groups {sorted(missing)} are neither trained nor buffered, and {counted} were counted as dropped"
-
-
-def _dropped(metrics: dict[str, float]) -> int:
-    return int(sum(value for name, value in metrics.items() if name.startswith("rollout/groups/dropped")))
+        yield f"groups {sorted(missing)} are nowhere, and {counted} were counted as dropped"
+    if rollouts["trained"] != len(trained):
+        yield f"{rollouts['trained']} groups were counted as trained, and {len(trained)} were"
 
 
 def _samples(outcome: Outcome) -> Iterator[str]:
@@ -78,7 +79,7 @@ def _samples(outcome: Outcome) -> Iterator[str]:
 
 def _as_drawn(outcome: Outcome) -> list[Group]:
     """What a source that nobody disturbs gives."""
-    return make_source(outcome.scenario).get_samples(outcome.source["next_group_index"])
+    return make_source(outcome.scenario).get_samples(outcome.state["source"]["next_group_index"])
 
 
 def _sample(outcome: Outcome, training: Training, sample: TrainSample, group: Group) -> Iterable[str]:
@@ -149,6 +150,6 @@ def differences(outcome: Outcome, unbroken: Outcome) -> list[str]:
             found.append(f"rollout {mine.batch.rollout_id} was trained on other samples than without a crash")
     if not found and outcome.weights != unbroken.weights:
         found.append("the weights at the end are not those of a run without a crash")
-    if not found and outcome.source != unbroken.source:
-        found.append("the data source ends in another state than without a crash")
+    if not found and outcome.state != unbroken.state:
+        found.append("source and rollouts end in another state than without a crash")
     return found[:1]

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulation.clock import Stopped, VirtualLoop
-from tests.simulation.engines import VOCABULARY, FakeEngine, Fleet
+from tests.simulation.engines import VOCABULARY, FakeClient, FakeEngine
 from tests.simulation.graders import FakeGraders
 from tests.simulation.scenario import Scenario
 from tests.simulation.trainer import Checkpoint, FakeCheckpoints, FakeSync, FakeTrainer
 from tests.simulation.world import Event, History, World
-from vime import loop as sync_loop
+from vime import async_loop, loop
 from vime.config import Config, parse_config
 from vime.data.chat import PromptEncoder
 from vime.data.jsonl import Keys
@@ -28,6 +28,7 @@ from vime.loop import Schedule
 from vime.plugins import resolve_hooks
 from vime.ports import Generator
 from vime.rollout.build import Prompts, make_hub, make_manager
+from vime.rollout.staleness import WeightHistory
 from vime.types import Group, RolloutBatch, Sample, TrainResult, WeightVersion, derive_seed
 
 ENDS_AFTER_S = 20_000.0
@@ -43,7 +44,7 @@ class Outcome:
     history: History
     trace: list[Event]
     weights: int  # of the trainer, in the end
-    source: dict[str, Any]  # state of the data source, in the end
+    state: dict[str, Any]  # what a checkpoint of the end would say of source and rollouts
     lives: int  # of the driver
     problems: list[str] = field(default_factory=list)  # how it went wrong as a whole: stopped, an error, left-overs
 
@@ -70,7 +71,7 @@ def simulate(scenario: Scenario, driver_type: type[Driver] | None = None) -> Out
         history=world.history,
         trace=world.trace,
         weights=driver.trainer.weights,
-        source=driver.source.state_dict(),
+        state=driver.state,
         lives=life + 1,
         problems=problems,
     )
@@ -90,12 +91,17 @@ class Driver:
             weights=checkpoint.weights if checkpoint is not None else derive_seed("weights", scenario.seed),
             trainings=checkpoint.trainings if checkpoint is not None else 0,
         )
-        self.fleet = Fleet(world, [FakeEngine(world, index, faults) for index in range(scenario.engines)], faults)
+        self.client = FakeClient(world, [FakeEngine(world, index, faults) for index in range(scenario.engines)], faults)
         self.source = self.make_source()
         if checkpoint is not None:
             self.source.load_state_dict(state["source"])
         self.weights = self.make_sync(int(state.get("weight_version", 1)) - 1)
+        self.versions = WeightHistory()
+        if checkpoint is not None:
+            self.versions.load_state_dict(state["weight_history"])
         self.checkpoints = FakeCheckpoints(world, self.trainer, self._driver_state)
+        self._state = state
+        self.state: dict[str, Any] = {}  # in the end
         self._start = checkpoint.rollout_id + 1 if checkpoint is not None else 0
         self.finished = False
 
@@ -105,41 +111,40 @@ class Driver:
         return WatchedSource(self.world, self.config)
 
     def make_sync(self, version: WeightVersion) -> FakeSync:
-        return FakeSync(self.world, self.trainer, self.fleet, self.scenario.faults, version)
+        return FakeSync(self.world, self.trainer, self.client, self.scenario.faults, version)
 
     def generator(self) -> Generator:
-        return self.fleet
+        return self.client
 
     def live(self, crashes_after: float | None) -> list[str]:
         """Until the run is over, or the driver crashes; returns what is wrong."""
-        loop = VirtualLoop(
-            derive_seed("order", self.scenario.seed, self.world.life), ends_after=ENDS_AFTER_S, most_steps=MOST_STEPS
-        )
-        asyncio.set_event_loop(loop)
+        order = derive_seed("order", self.scenario.seed, self.world.life)
+        clock = VirtualLoop(order, ends_after=ENDS_AFTER_S, most_steps=MOST_STEPS)
+        asyncio.set_event_loop(clock)
         try:
-            return self._live(loop, crashes_after)
+            return self._live(clock, crashes_after)
         finally:
-            for task in asyncio.all_tasks(loop):
+            for task in asyncio.all_tasks(clock):
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
             asyncio.set_event_loop(None)
-            loop.close()
+            clock.close()
 
-    def _live(self, loop: VirtualLoop, crashes_after: float | None) -> list[str]:
-        main = loop.create_task(self._run())
+    def _live(self, clock: VirtualLoop, crashes_after: float | None) -> list[str]:
+        main = clock.create_task(self._run())
         crashed = crashes_after is not None
         if crashes_after is not None:
-            loop.call_later(crashes_after, self._crash, main)
+            clock.call_later(crashes_after, self._crash, main)
         try:
-            loop.run_until_complete(main)
+            clock.run_until_complete(main)
             self.finished = True
         except asyncio.CancelledError:
             if not crashed:
                 return ["the run was cancelled by itself"]
         except Stopped as error:
-            return [f"{error}; waiting: {', '.join(_waiting(loop))}"]
+            return [f"{error}; waiting: {', '.join(_waiting(clock))}"]
         except Exception as error:
             return [f"{type(error).__name__}: {error}"]
-        left = [*_waiting(loop), *(f"{r}" for e in self.fleet.engines for r in e.requests)]
+        left = [*_waiting(clock), *(f"{r}" for e in self.client.engines for r in e.requests)]
         return [f"left running: {', '.join(left)}"] if left else []
 
     def _crash(self, main: asyncio.Task[None]) -> None:
@@ -159,23 +164,37 @@ class Driver:
             max_context=MAX_CONTEXT,
         )
         hub = make_hub(config, prompts, config.args, FakeGraders(self.world, self.scenario.faults))
-        rollouts = make_manager(
-            config, prompts, config.args, self.generator(), hub, _NoRecorder(), lambda: self.weights.version
-        )
+        rollouts = make_manager(config, prompts, config.args, self.generator(), hub, _NoRecorder(), self.versions)
+        self._rollouts = rollouts
+        if "rollouts" in self._state:
+            rollouts.load_state_dict(self._state["rollouts"])
         schedule = Schedule(
             start=self._start,
             stop=self.scenario.rollouts,
+            sync_interval=config.asynchrony.update_weights_interval,
             save_interval=config.checkpoint.save_interval,
             saves_at_end=True,
         )
         report = _Report(self.world)
         self.world.tell("start", first=self._start)
-        await sync_loop.train(schedule, rollouts, self.trainer, self.weights, self.checkpoints, report)
-        await hub.close()
+        train = async_loop.train if config.asynchrony.asynchronous else loop.train
+        try:
+            await train(schedule, rollouts, self.trainer, self.weights, self.checkpoints, report)
+            self.state = self._driver_state()
+        finally:
+            await rollouts.close()
+            await hub.close()
         self.world.tell("finished", weights=self.trainer.weights)
 
     def _driver_state(self) -> dict[str, Any]:
-        return {"source": self.source.state_dict(), "weight_version": self.weights.version}
+        """As a job puts it together (``cluster.job``)."""
+        newer = self.trainer.trainings > self.versions.trainings
+        return {
+            "source": self.source.state_dict(),
+            "rollouts": self._rollouts.state_dict(),
+            "weight_version": self.weights.version + newer,
+            "weight_history": self.versions.state_dict(),
+        }
 
 
 def source_options(config: Config) -> dict[str, Any]:
@@ -246,8 +265,8 @@ class _Report:
         self._world.history.metrics.append(batch.metrics)
 
 
-def _waiting(loop: asyncio.AbstractEventLoop) -> list[str]:
-    return sorted(str(getattr(task.get_coro(), "__qualname__", task)) for task in asyncio.all_tasks(loop))
+def _waiting(clock: VirtualLoop) -> list[str]:
+    return sorted(str(getattr(task.get_coro(), "__qualname__", task)) for task in asyncio.all_tasks(clock))
 
 
 @functools.cache

@@ -34,13 +34,15 @@ class Scenario:
     rollouts: int
     faults: Faults
     max_staleness: int | None  # trainings between sampling and training of a token; None: no bound
-    repeats_exactly: bool  # a resumed run gives bit for bit what an unbroken one gives
+    repeats_exactly: bool  # it gives bit for bit what ``plain`` gives
 
-    def without_crashes(self) -> Scenario:
-        return replace(self, faults=replace(self.faults, driver_crashes=0))
+    def plain(self) -> Scenario:
+        """The run that this one must equal where it ``repeats_exactly``: nothing crashes, nothing runs ahead."""
+        flags = tuple(word for word in self.flags if word != "--asynchronous")
+        return replace(self, flags=flags, faults=replace(self.faults, driver_crashes=0))
 
 
-MODES = ("sync",)
+MODES = ("sync", "async", "async like sync")
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -61,15 +63,22 @@ def scenario_of(seed: int) -> Scenario:
     flags += [f"--rollout-max-response-len {between(8, 40, 'length')} --save-interval {between(1, 3, 'save')}"]
     if fraction("shuffle") < 0.5:
         flags += ["--rollout-shuffle"]
+    mode, staleness = MODES[seed % len(MODES)], 0
+    if mode == "async":
+        staleness = between(1, 3, "staleness")
+        flags += [f"--asynchronous --max-staleness {staleness}"]
+        flags += [f"--update-weights-interval {between(1, staleness + 1, 'interval')}"]
+    elif mode == "async like sync":
+        flags += ["--asynchronous --max-staleness 0"]
     return Scenario(
         seed=seed,
-        mode=MODES[seed % len(MODES)],
+        mode=mode,
         flags=tuple(" ".join(flags).split()),
         engines=between(1, 3, "engines"),
         prompts=between(6, 30, "prompts"),
         rollouts=between(3, 6, "rollouts"),
-        max_staleness=0,
-        repeats_exactly=True,
+        max_staleness=staleness,
+        repeats_exactly=mode != "async",
         faults=Faults(
             stragglers=often("stragglers", 0.2),
             graders_slow=often("graders slow", 0.2),

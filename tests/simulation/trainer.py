@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulation.clock import TICK
-from tests.simulation.engines import FakeEngine, Fleet
+from tests.simulation.engines import FakeClient, FakeEngine
 from tests.simulation.scenario import Faults
 from tests.simulation.world import History, Synced, Training, World, mixed
 from vime.serving.http import EngineError
@@ -55,18 +55,18 @@ class FakeSync:
     """Implements ``ports.WeightSync`` with the real order of steps."""
 
     def __init__(
-        self, world: World, trainer: FakeTrainer, fleet: Fleet, faults: Faults, version: WeightVersion
+        self, world: World, trainer: FakeTrainer, client: FakeClient, faults: Faults, version: WeightVersion
     ) -> None:
         self._world = world
         self._trainer = trainer
-        self._fleet = fleet
+        self._client = client
         self._faults = faults
         self.version = version
 
     async def sync(self) -> WeightVersion:
         version, weights = self.version + 1, self._trainer.weights
         self._world.tell("sync", version=version, weights=weights)
-        await sync_engines(self.transfer(weights), self._fleet.engines, version, timeout_s=SYNC_TIMEOUT_S)  # type: ignore[arg-type]
+        await sync_engines(self.transfer(weights), self._client.engines, version, timeout_s=SYNC_TIMEOUT_S)  # type: ignore[arg-type]
         assert weights == self._trainer.weights, "the trainer learned while its weights travelled"
         self._world.history.syncs[version] = Synced(weights=weights, trainings=self._trainer.trainings)
         self.version = version
