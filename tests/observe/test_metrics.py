@@ -5,7 +5,7 @@ import math
 import pytest
 
 from vime.observe.metrics import METRICS, describe, split_finite
-from vime.observe.rollout_metrics import pass_at_k, pass_rates, repeats_itself, rollout_metrics
+from vime.observe.rollout_metrics import pass_rates, repeats_itself, rollout_metrics
 from vime.types import Grade, GradeStatus, Sample, Status
 
 PROMISED = [
@@ -38,6 +38,10 @@ PROMISED = [
     "train/ois",
     "eval/aime",
     "eval/aime-truncated_ratio",
+    "eval/aime-ci95",
+    "eval/aime-pass@4",
+    "eval/aime-pass@4-ci95",
+    "eval/weight_version/max",
 ]
 
 
@@ -159,19 +163,23 @@ def test_repetition_is_told_by_how_well_the_end_compresses(text, repeats):
     assert repeats_itself(text) is repeats
 
 
-def test_pass_at_k():
-    assert pass_at_k(4, 1, 1) == 0.25
-    assert pass_at_k(4, 1, 2) == 0.5  # 1 - C(3,2) / C(4,2)
-    assert pass_at_k(4, 0, 4) == 0
-    assert pass_at_k(4, 2, 4) == 1
-
-
 def test_pass_rates_use_the_groups_that_are_large_enough():
     groups = [[sample(0, reward=r) for r in (1, 0, 0, 0)], [sample(1, reward=r) for r in (1, 0.5)]]
     assert pass_rates(groups, score) == {
         "rollout/passrate/pass@1": 0.375,
         "rollout/passrate/pass@2": 0.75,  # (1/2 + 1) / 2
         "rollout/passrate/pass@4": 1.0,  # the first group alone
+    }
+
+
+def test_children_of_one_sample_are_one_answer_in_pass_rates():
+    """Two answers: one of two children, of which one is right, and one that is wrong."""
+    children = [sample(0, reward=reward) for reward in (1, 0)]
+    for number, child in enumerate(children):
+        child.adopt(0, number)
+    assert pass_rates([[*children, sample(0, reward=0)]], score) == {
+        "rollout/passrate/pass@1": 0.0,  # half right is not right
+        "rollout/passrate/pass@2": 0.0,
     }
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from tests.rollout.fakes import FakeGenerator, FakeRecorder, FakeRewarder, FakeSource
 from vime.errors import UserError
+from vime.observe.metrics import describe
 from vime.rollout.evaluation import EvalSet
 from vime.rollout.generate import SingleTurn
 from vime.rollout.manager import RolloutManager
@@ -95,6 +96,22 @@ async def test_evaluation_reports_each_set_and_errors_are_counted_not_scored():
     assert {params.temperature for _, params, _ in generator.requests} == {0.0, 1.0}
     assert set(recorder.recorded) == {"eval_a-2", "eval_b-2"}
     assert await manager.evaluate(3) == metrics, "the same seeds each time"
+
+
+async def test_evaluation_says_what_means_may_be_off_by_and_which_weights_answered():
+    def groups():
+        return [[Sample(group_index=g, index=4 * g + i, prompt="p") for i in range(4)] for g in range(2)]
+
+    sets = [EvalSet(name="a", groups=groups, sampling=SamplingParams(max_tokens=4), score=Sample.score)]
+    rewarder = FakeRewarder(lambda sample: float(sample.index in (0, 4, 5, 6)))
+    manager, _, _ = make(FakeGenerator(version=7), rewarder, eval_sets=sets)
+    metrics = await manager.evaluate(2)
+    # prompts have 1 and 3 right of 4; sums of deviations are -1 and 1, so sqrt(2/1 (1 + 1)) / 8 = 0.25
+    assert metrics["eval/a"] == 0.5 and metrics["eval/a-ci95"] == pytest.approx(1.959964 * 0.25)
+    assert [metrics[f"eval/a-pass@{k}"] for k in (1, 2, 4)] == [0.5, 0.75, 1.0]  # 2: (1 - 3/6 + 1 - 0/6) / 2
+    assert metrics["eval/a-pass@2-ci95"] == pytest.approx(1.959964 * 0.25)
+    assert metrics["eval/weight_version/min"] == metrics["eval/weight_version/max"] == 7
+    assert all(describe(name).name != "eval/{name}" for name in metrics if name != "eval/a")
 
 
 async def test_an_aborted_sample_continues_where_it_stopped():

@@ -124,12 +124,21 @@ _TRAIN = _family(
 _EVAL = _family(
     "eval",
     [
+        ("weight_version/min", "", "Oldest weights that sampled a token of the evaluation."),
+        ("weight_version/max", "", "Newest weights that sampled a token of the evaluation."),
+        ("{name}-pass@{k}-ci95", "share", "Half of the 95 % confidence interval of pass@k."),
+        ("{name}-pass@{k}", "share", "Chance that one of k answers to a prompt of the set is right (unbiased)."),
+        ("{name}-ci95", "", "Half of the 95 % confidence interval of the mean reward, prompts as clusters."),
         ("{name}-truncated_ratio", "share", "Samples of the set that ran into the length limit."),
         ("{name}-response_len", "tokens", "Mean length of the responses to the set."),
-        ("{name}-graded", "samples", "Samples of the set that have a reward."),
-        ("{name}-errors", "samples", "Samples of the set that have none."),
+        ("{name}-graded", "samples", "Answers to the set that have a reward."),
+        ("{name}-errors", "samples", "Answers to the set that have none."),
         ("{name}-loss", "nats", "Mean of -log π over the trained tokens of given dialogues, weighed as in training."),
-        ("{name}", "", "Mean reward on this evaluation set."),  # last: it matches the others too
+        (
+            "{name}",
+            "",
+            "Mean reward on this evaluation set (avg@n for n answers a prompt).",
+        ),  # last: it matches the others too
     ],
 )
 

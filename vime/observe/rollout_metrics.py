@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from vime.algorithms.rewards import zero_std_counts
-from vime.rewards.values import is_graded
+from vime.observe import scores
+from vime.rewards.values import answer_rewards, is_graded
 from vime.types import GradeStatus, Group, Sample, Status, WeightVersion, mean
 
-__all__ = ["pass_at_k", "pass_rates", "repeats_itself", "rollout_metrics"]
+__all__ = ["pass_rates", "repeats_itself", "rollout_metrics"]
 
 Score = Callable[[Sample], float]
 """The reward of a graded sample as one number."""
@@ -128,24 +128,7 @@ def repeats_itself(response: str) -> bool:
     return len(tail) >= 256 and len(tail) / len(zlib.compress(tail)) > REPETITION_RATIO
 
 
-def pass_rates(groups: Sequence[Group], score: Score, *, solved: float = 1.0) -> dict[str, float]:
-    """``rollout/passrate/pass@k`` for k = 1, 2, 4 … up to the largest group (--log-passrate).
-
-    Each k takes the groups that have at least k graded samples. A sample whose reward is at least ``solved`` is right.
-    """
-    rewards = [[score(sample) for sample in group if is_graded(sample, score)] for group in groups]
-    outcomes = [(len(group), sum(reward >= solved for reward in group)) for group in rewards]
-    largest = max((count for count, _ in outcomes), default=0)
-    powers = [1 << exponent for exponent in range(largest.bit_length())]
-    return {
-        f"rollout/passrate/pass@{k}": mean([pass_at_k(count, right, k) for count, right in outcomes if count >= k])
-        for k in powers
-    }
-
-
-def pass_at_k(count: int, right: int, k: int) -> float:
-    """The chance that at least one of k answers, drawn from ``count`` of which ``right`` are right, is right.
-
-    ``1 - C(count - right, k) / C(count, k)``, https://arxiv.org/abs/2107.03374, equation 1.
-    """
-    return 1.0 - math.comb(count - right, k) / math.comb(count, k)
+def pass_rates(groups: Sequence[Group], score: Score) -> dict[str, float]:
+    """``rollout/passrate/pass@k`` for k = 1, 2, 4 … up to the largest group (--log-passrate); see ``scores``."""
+    rates = scores.pass_rates([answer_rewards(group, score) for group in groups])
+    return {f"rollout/passrate/pass@{k}": scores.average(rate) for k, rate in rates.items()}

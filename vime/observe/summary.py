@@ -9,6 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from vime.observe.metrics import describe
+
 __all__ = ["EvalRow", "Summary", "duration", "eval_results", "eval_rows"]
 
 GREEDY = "-greedy"
@@ -16,8 +18,6 @@ GREEDY = "-greedy"
 
 LOSS = "-loss"
 """How the name of an evaluation ends that is a loss on given dialogues, and no reward."""
-
-EVAL_DETAILS = ("-truncated_ratio", "-response_len", "-graded", "-errors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +104,13 @@ def eval_rows(start: Mapping[str, float], end: Mapping[str, float]) -> tuple[Eva
 
 
 def eval_results(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The mean reward of each evaluation set among ``metrics``, by the name of the set."""
-    return {
-        name.removeprefix("eval/"): value
-        for name, value in metrics.items()
-        if name.startswith("eval/") and not name.endswith(EVAL_DETAILS)
-    }
+    """The mean reward (or loss) of each evaluation set among ``metrics``, by the name of the set."""
+    return {name.removeprefix("eval/"): value for name, value in metrics.items() if _is_result(name)}
+
+
+def _is_result(name: str) -> bool:
+    metric = describe(name)
+    return metric is not None and metric.name in ("eval/{name}", "eval/{name}-loss")
 
 
 def duration(seconds: float) -> str:

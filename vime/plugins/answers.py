@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 EvalData = Mapping[str, Mapping[str, Any]]
-"""Name of the set → {"rewards": …, "truncated": …, "samples": …}."""
+"""Name of the set → {"rewards": …, "by_prompt": …, "truncated": …, "samples": …}."""
 
 
 def generated_samples(answer: Any, index: int | None, group_index: int | None) -> list[Sample]:
@@ -111,7 +111,15 @@ def eval_data_and_metrics(answer: Any) -> tuple[EvalData, dict[str, float]]:
         if not isinstance(entry, Mapping) or "rewards" not in entry:
             raise WrongAnswer(f"returned no rewards for {name!r}: a data set is a dict with the key rewards")
         numbers(entry["rewards"], f"rewards of {name!r}")
+        for place, rewards in enumerate(_prompts(entry.get("by_prompt", []), name)):
+            numbers(rewards, f"by_prompt[{place}] of {name!r}")
     return data, metrics_of(getattr(answer, "metrics", None))
+
+
+def _prompts(answer: Any, name: str) -> Sequence[Any]:
+    if not isinstance(answer, list | tuple):
+        raise WrongAnswer(f"must give by_prompt of {name!r} as a list of lists of rewards, not {shown(answer)}")
+    return answer
 
 
 def metrics_of(answer: Any) -> dict[str, float]:

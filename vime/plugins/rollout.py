@@ -48,8 +48,9 @@ EVAL_FUNCTION = Contract(
     arguments=("args", "rollout_id", "data_source"),
     keywords=("evaluation",),
     is_async=None,
-    returns="{name: {rewards, truncated, samples}} (rewards alone will do), or an object that has it as data, and "
-    "perhaps metrics.",
+    returns="{name: {rewards, by_prompt, truncated, samples}}, or an object that has it as data, and perhaps metrics. "
+    "rewards alone will do; by_prompt, a list with the rewards of each prompt's answers, makes confidence intervals "
+    "and pass@k; samples, which have a status, are saved.",
     trial=trials.try_evaluation,
     example="examples.plugins.rollout:evaluate",
 )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vime.rewards.equality import one_line
-from vime.types import Grade, GradeStatus, InvalidSample, NotFinite, Sample, as_float
+from vime.types import Grade, GradeStatus, InvalidSample, NotFinite, Sample, as_float, mean
 
 Score = Callable[[Sample], float]
 """The reward of a sample as one number; ``Sample.score`` with the run's key."""
@@ -58,6 +58,17 @@ def is_not_finite(sample: Sample, score: Score = Sample.score) -> bool:
     except InvalidSample:
         return False
     return False
+
+
+def answer_rewards(samples: Sequence[Sample], score: Score = Sample.score) -> list[float]:
+    """The reward of each answer that has one. Children of one sample are one answer, with the mean of theirs."""
+    answers: dict[tuple[str, int], list[float]] = {}
+    for place, sample in enumerate(samples):
+        if is_graded(sample, score):
+            own = sample.parent_index is None
+            key = ("sample at", place) if own else ("children of", sample.parent_index or 0)
+            answers.setdefault(key, []).append(score(sample))
+    return [mean(rewards) for rewards in answers.values()]
 
 
 def to_number(value: Any) -> float:

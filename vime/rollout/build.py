@@ -18,7 +18,7 @@ from vime.data.source import PromptSource, encoder_of
 from vime.data.tokenizer import load_tokenizer
 from vime.errors import UserError
 from vime.models import load_shape
-from vime.observe.rollout_metrics import rollout_metrics
+from vime.observe.rollout_metrics import pass_rates, rollout_metrics
 from vime.plugins import Hooks, resolve_hooks
 from vime.plugins import rollout as contracts
 from vime.plugins.catalog import load_hook, log_file
@@ -28,7 +28,7 @@ from vime.rewards.hub import RewardHub
 from vime.rewards.pool import GraderProcessPool
 from vime.rollout.conversion import Convert, PostProcess, to_rollout_batch
 from vime.rollout.distillation import Taught, Unrewarded
-from vime.rollout.evaluation import EvalSet, Evaluated, eval_metrics
+from vime.rollout.evaluation import EvalSet, Evaluated, eval_metrics, version_metrics
 from vime.rollout.generate import SingleTurn
 from vime.rollout.hooks import (
     CustomSource,
@@ -240,7 +240,7 @@ def make_manager(
         metrics=_rollout_metrics(config, hooks, args, history),
         recorder=recorder,
         eval_sets=[_eval_set(config, dataset, source) for dataset, source in prompts.eval_sources],
-        eval_metrics=_eval_metrics(hooks, args),
+        eval_metrics=_eval_metrics(hooks, args, history),
         collect=custom_rollout(collect, args, prompts.source, multiple=multiple) if collect else None,
         evaluate=custom_evaluation(evaluate, args, prompts.source) if evaluate else None,
         sample_filter=sample_filter(removes, args) if removes else None,
@@ -326,6 +326,8 @@ def _rollout_metrics(config: Config, hooks: Hooks, args: Args, history: WeightHi
             engine_slots=config.cluster.rollout_num_gpus,
             staleness_of=lambda version: rollout_id - history.trainings_of(version),
         )
+        if config.ops.log_passrate:
+            found |= pass_rates(groups, score)
         found |= collected.metrics
         samples = [sample for group in groups for sample in group]
         about = f"rollout {rollout_id}"
@@ -334,11 +336,11 @@ def _rollout_metrics(config: Config, hooks: Hooks, args: Args, history: WeightHi
     return metrics
 
 
-def _eval_metrics(hooks: Hooks, args: Args) -> EvalMetrics:
+def _eval_metrics(hooks: Hooks, args: Args, history: WeightHistory) -> EvalMetrics:
     log = hooks.get(contracts.CUSTOM_EVAL_ROLLOUT_LOG)
 
     def metrics(rollout_id: int, evaluated: Evaluated) -> dict[str, float]:
-        found = eval_metrics(evaluated.data) | dict(evaluated.metrics)
+        found = version_metrics([history.version]) | eval_metrics(evaluated.data) | dict(evaluated.metrics)
         about = f"the evaluation before rollout {rollout_id}"
         return {} if log is not None and log.call(rollout_id, args, evaluated.data, found, about=about) else found
 

@@ -141,5 +141,5 @@ class RolloutManager:
         data = {}
         for eval_set in self._eval_sets:
             runs = (self._runner.run(g, rollout_id, eval_set.sampling, eval_set.name) for g in eval_set.groups())
-            data[eval_set.name] = eval_set.result([sample for group in await together(runs) for sample in group])
+            data[eval_set.name] = eval_set.result(await together(runs))
         return Evaluated(data=data)
