@@ -1,0 +1,470 @@
+"""Attacks on the sandbox of this machine, at each isolation that the kernel offers. Everything here really runs."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from vime.sandbox import Limits, LocalSandbox, Outcome, SandboxError
+from vime.sandbox.jail import _descendants
+
+ISOLATIONS = ("namespaces", "user_namespaces", "process")
+SHUT_IN = ISOLATIONS[:2]
+MIB = 1 << 20
+
+
+def sandbox(isolation):
+    """The sandbox, or a skip that says why this machine has none such."""
+    found = LocalSandbox(isolation)
+    try:
+        asyncio.run(found.run({}, ["true"]))
+    except SandboxError as error:
+        pytest.skip(f"{isolation} does not work here: {error}")
+    return found
+
+
+@pytest.fixture(params=ISOLATIONS)
+def anywhere(request):
+    return sandbox(request.param)
+
+
+@pytest.fixture(params=SHUT_IN)
+def shut_in(request):
+    return sandbox(request.param)
+
+
+def limits(**given):
+    return Limits(**{"wall_s": 5.0, "cpu_s": 5.0, "memory_bytes": 256 * MIB, **given})
+
+
+def python(where, code, stdin="", **given):
+    """Runs a program in the sandbox; nothing of the sandbox may be left afterwards."""
+    result = asyncio.run(where.run({"main.py": code}, ["python3", "main.py"], stdin, limits(**given)))
+    assert not [child for child in psutil.Process().children(recursive=True) if "main.py" in " ".join(child.cmdline())]
+    return result
+
+
+def left_over(marker):
+    """Processes of the machine which carry the marker in their command line."""
+    processes = psutil.process_iter(["cmdline"])
+    return [process.pid for process in processes if marker in " ".join(process.info["cmdline"] or [])]
+
+
+def test_a_program_reads_its_files_and_standard_input_and_its_outputs_and_exit_code_come_back(anywhere):
+    files = {
+        "main.py": "import sys\nprint(open('data/in.txt').read(), input())\nsys.exit('bad')",
+        "data/in.txt": "file",
+    }
+    result = asyncio.run(anywhere.run(files, ["python3", "main.py"], "stdin\n"))
+    assert (result.stdout, result.stderr) == ("file stdin\n", "bad\n")
+    assert (result.status, result.exit_code, result.ok) == (Outcome.EXITED, 1, False)
+    assert 0 < result.seconds < 10
+
+
+def test_a_command_that_does_not_exist_ends_as_in_a_shell(anywhere):
+    result = asyncio.run(anywhere.run({}, ["no-such-program"]))
+    assert (result.exit_code, result.ok) == (127, False)
+    assert "cannot run no-such-program" in result.stderr
+
+
+def test_a_program_that_a_signal_ends_has_the_negative_number_as_its_exit_code(anywhere):
+    assert python(anywhere, "import os\nos.abort()").exit_code == -signal.SIGABRT
+
+
+@pytest.mark.parametrize("code", ["while True: pass", "import time\ntime.sleep(100)"])
+def test_an_endless_program_ends_at_its_wall_clock_limit(anywhere, code):
+    result = python(anywhere, code, wall_s=0.5)
+    assert result.status is Outcome.TIMEOUT
+    assert 0.5 <= result.seconds < 2
+
+
+def test_processor_time_counts_over_all_processes_together(anywhere):
+    code = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
+    result = python(anywhere, code, cpu_s=1.0, wall_s=30.0)
+    assert result.status is Outcome.TIMEOUT
+    assert result.seconds < 5  # eight processes each below the limit of one
+
+
+def test_who_ignores_signals_is_ended_all_the_same(anywhere):
+    code = """
+import signal
+for number in set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP}:
+    signal.signal(number, signal.SIG_IGN)
+while True:
+    pass
+"""
+    assert python(anywhere, code, wall_s=0.5).status is Outcome.TIMEOUT
+    assert python(anywhere, code, wall_s=9.0, cpu_s=1.0).status is Outcome.TIMEOUT
+
+
+def test_a_fork_bomb_stays_within_its_processes_and_dies(anywhere):
+    code = """
+import os, time
+print("started", flush=True)
+while True:
+    try:
+        os.fork()
+    except OSError:
+        time.sleep(0.01)
+"""
+    marker = f"vime_bomb_{os.getpid()}_{time.monotonic_ns()}"
+    bounds = limits(wall_s=1.5, processes=20)
+    result = asyncio.run(anywhere.run({"main.py": code}, ["python3", "main.py", marker], limits=bounds))
+    assert (result.status, result.stdout) == (Outcome.TIMEOUT, "started\n")
+    assert left_over(marker) == []
+
+
+def test_the_number_of_processes_is_bounded(anywhere):
+    code = """
+import subprocess, sys
+n = 0
+try:
+    while n < 100:
+        subprocess.Popen(["sleep", "30"])
+        n += 1
+except OSError:
+    print(n)
+"""
+    assert 5 <= int(python(anywhere, code, processes=10).stdout) <= 10
+
+
+def test_a_memory_hog_gets_a_memory_error_at_the_limit_of_one_process(anywhere):
+    result = python(anywhere, f"x = bytearray({300 * MIB})")
+    assert result.exit_code == 1
+    assert "MemoryError" in result.stderr
+
+
+def test_a_memory_hog_of_many_processes_is_killed_at_the_limit_of_all_together(anywhere):
+    code = f"import os, time\nfor _ in range(3): os.fork()\nx = bytearray(b'x' * {80 * MIB})\ntime.sleep(10)"
+    assert python(anywhere, code, wall_s=9.0).status is Outcome.MEMORY
+
+
+def test_one_large_file_ends_at_the_limit_of_the_disk(anywhere):
+    code = f"f = open('large', 'wb')\nfor _ in range(100): f.write(b'x' * {MIB})\nf.flush()"
+    result = python(anywhere, code, disk_bytes=8 * MIB)
+    assert not result.ok
+    assert result.status is Outcome.DISK or "OSError" in result.stderr or result.exit_code == -signal.SIGXFSZ
+
+
+def test_many_files_cannot_fill_the_disk(anywhere):
+    code = f"""
+import time
+for i in range(50):
+    with open(f"file{{i}}", "wb") as f:
+        f.write(b"x" * {MIB})
+    time.sleep(0.02)
+"""
+    result = python(anywhere, code, disk_bytes=8 * MIB)
+    assert not result.ok
+    assert result.status is Outcome.DISK or "No space left" in result.stderr
+
+
+def test_the_number_of_files_is_bounded(anywhere):
+    code = "import time\nfor i in range(20000):\n open(f'file{i}', 'w').close()\n if i % 100 == 0: time.sleep(0.01)"
+    result = python(anywhere, code, files=100)
+    assert not result.ok
+    assert result.status is Outcome.DISK or "No space left" in result.stderr
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_flood_of_output_is_cut_and_ends_the_program(anywhere, stream):
+    result = python(anywhere, f"import sys\nwhile True: sys.{stream}.write('x' * 1000)", output_bytes=5000, wall_s=20.0)
+    assert result.status is Outcome.OUTPUT
+    assert len(getattr(result, stream)) == 5000
+    assert result.seconds < 5
+
+
+def test_output_up_to_the_limit_is_kept_whole(anywhere):
+    result = python(anywhere, "print('x' * 4999)", output_bytes=5000)
+    assert (result.ok, len(result.stdout)) == (True, 5000)
+
+
+def test_output_that_is_no_text_is_replaced_not_refused(anywhere):
+    assert python(anywhere, "import sys\nsys.stdout.buffer.write(b'a\\xff')").stdout == "a\ufffd"
+
+
+def test_a_daemon_that_forked_twice_dies_with_the_program(anywhere):
+    marker = f"vime_daemon_{os.getpid()}_{time.monotonic_ns()}"
+    code = f"""
+import os, sys
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for fd in range(3): os.close(fd)
+        os.execvp("python3", ["python3", "-c", "import time; time.sleep(60) # {marker}"])
+    os._exit(0)
+os.wait()
+import time; time.sleep(0.3)
+print("gone")
+"""
+    result = python(anywhere, code)
+    assert (result.ok, result.stdout) == (True, "gone\n")
+    assert result.seconds < 5
+    assert left_over(marker) == []
+
+
+def test_the_environment_holds_nothing_of_ours(anywhere, monkeypatch):
+    monkeypatch.setenv("VIME_SECRET", "swordfish")
+    result = python(anywhere, "import os\nprint(sorted(os.environ))")
+    assert result.ok
+    assert "SECRET" not in result.stdout
+    assert "PYTHONPATH" not in result.stdout
+
+
+PEEK = """
+import glob
+for path in glob.glob("/proc/[0-9]*/environ"):
+    try:
+        print(open(path, "rb").read())
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="without root and namespaces the code has our own user")
+def test_nobody_reads_our_environment_from_proc(anywhere):
+    child = subprocess.Popen(["sleep", "30"], env={"VIME_SECRET": "swordfish"})
+    try:
+        result = python(anywhere, PEEK)
+    finally:
+        child.kill()
+        child.wait()
+    assert result.ok
+    assert "PATH" in result.stdout  # its own
+    assert "swordfish" not in result.stdout
+
+
+def test_files_of_the_machine_and_its_processes_cannot_be_seen(shut_in, tmp_path):
+    (tmp_path / "secret").write_text("swordfish")
+    tmp_path.chmod(0o755)
+    code = f"""
+import os
+for path in ({str(tmp_path / "secret")!r}, {__file__!r}, "/etc/shadow", "/etc/hostname", "/sys", "/home", "/var"):
+    print(os.path.exists(path))
+print(max(int(name) for name in os.listdir("/proc") if name.isdigit()))
+"""
+    *seen, highest = python(shut_in, code).stdout.split()
+    assert set(seen) == {"False"}
+    assert int(highest) < 10
+
+
+def test_nothing_can_be_written_outside_of_its_own_directories(shut_in):
+    name = f"vime-written-{os.getpid()}"
+    code = f"""
+import sys
+for path in ("/tmp/{name}", "/usr/{name}", "/dev/shm/{name}", sys.prefix + "/{name}"):
+    try:
+        open(path, "w").close()
+        print("written")
+    except OSError as error:
+        print(error.errno)
+"""
+    result = python(shut_in, code)
+    own, system, shared, prefix = result.stdout.split()
+    assert (own, shared) == ("written", "written")  # a /tmp and /dev/shm of its own, gone with it
+    assert system != "written"
+    assert prefix != "written"
+    for place in ("/tmp", "/usr", "/dev/shm", sys.prefix):
+        assert not (Path(place) / name).exists()
+
+
+def test_a_read_only_file_system_cannot_be_made_writable_again(shut_in):
+    result = asyncio.run(shut_in.run({}, ["mount", "-o", "remount,rw,bind", "/usr"]))
+    assert not result.ok
+
+
+CONNECT = """
+import socket
+try:
+    socket.create_connection(("127.0.0.1", {port}), timeout=2)
+    print("connected")
+except OSError as error:
+    print("refused", error.errno)
+"""
+
+
+def test_there_is_no_network(shut_in):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        result = python(shut_in, CONNECT.format(port=server.getsockname()[1]))
+    assert result.ok
+    assert result.stdout.startswith("refused")
+
+
+def test_without_namespaces_there_is_a_network_as_the_page_says():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        result = python(sandbox("process"), CONNECT.format(port=server.getsockname()[1]))
+    assert result.stdout == "connected\n"
+
+
+def test_privileges_are_gone_for_good(anywhere):
+    code = """
+import os
+for line in open("/proc/self/status"):
+    if line.startswith(("CapPrm", "CapEff", "NoNewPrivs")):
+        print(int(line.split()[1], 16))
+try:
+    os.setuid(0)
+except OSError:
+    print("no")
+"""
+    result = python(anywhere, code)
+    assert result.stdout.split() == ["0", "0", "1", "no"]
+
+
+def test_the_first_process_and_the_watcher_can_be_neither_killed_nor_traced(shut_in):
+    code = """
+import ctypes, os, signal
+for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):
+    try:
+        os.kill(1, number)
+    except PermissionError:
+        pass
+print(ctypes.CDLL(None).ptrace(16, 1, 0, 0))
+try:
+    os.listdir("/proc/1/fd")
+except PermissionError:
+    print("hidden")
+"""
+    result = python(shut_in, code)
+    assert (result.status, result.stdout.split()) == (Outcome.EXITED, ["-1", "hidden"])
+
+
+UNPRIVILEGED = """
+import asyncio, sys
+sys.path.insert(0, {root!r})
+from vime.sandbox import Limits, LocalSandbox
+async def main():
+    for isolation in ("user_namespaces", "process"):
+        where = LocalSandbox(isolation)
+        for code in ({daemon!r}, {bomb!r}):
+            limits = Limits(wall_s=1.0, processes=20)
+            result = await where.run({{"main.py": code}}, ["python3", "main.py", {marker!r}], limits=limits)
+            print(result.status.value, result.stdout.split())
+asyncio.run(main())
+"""
+DAEMON = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for fd in range(3): os.close(fd)
+        time.sleep(60)
+    os._exit(0)
+os.wait()
+print("gone")
+"""
+BOMB = """
+import os, time
+while True:
+    try:
+        os.fork()
+    except OSError:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not Path("/usr/bin/python3").exists(), reason="root alone can become another")
+def test_a_user_without_privileges_has_it_too():
+    """Run by the system's Python, because others may not read ours."""
+    marker = f"vime_unprivileged_{os.getpid()}_{time.monotonic_ns()}"
+    root = str(Path(__file__).resolve().parents[2])
+    code = UNPRIVILEGED.format(root=root, daemon=DAEMON, bomb=BOMB, marker=marker)
+    command = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "/usr/bin/python3", "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")
+    if "version_info" in ended.stderr or "SandboxError" in ended.stderr or "ImportError" in ended.stderr:
+        pytest.skip(ended.stderr.splitlines()[-1])
+    assert ended.stdout.splitlines() == ["exited ['gone']", "timeout []"] * 2, ended.stderr
+    assert left_over(marker) == []
+
+
+def test_what_is_unreadable_is_cleaned_up_too(anywhere, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    tmp_path.chmod(0o755)
+    for parent in (tmp_path.parent, tmp_path.parent.parent):
+        parent.chmod(0o755)
+    python(anywhere, "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').close()\nos.chmod('a/b', 0)\nos.chmod('a', 0)")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("files", [{"../a": ""}, {"/a": ""}, {"a/../../b": ""}, {"": ""}])
+def test_a_path_that_leaves_the_directory_is_refused(files):
+    with pytest.raises(ValueError, match="relative path"):
+        asyncio.run(LocalSandbox().run(files, ["true"]))
+
+
+def test_a_file_that_is_larger_than_the_disk_is_the_callers_result_not_an_error(shut_in):
+    result = asyncio.run(shut_in.run({"large": b"x" * MIB}, ["true"], limits=limits(disk_bytes=MIB // 2)))
+    assert result.status is Outcome.DISK
+
+
+async def test_a_run_that_is_cancelled_leaves_nothing():
+    marker = f"vime_cancelled_{os.getpid()}"
+    for isolation in ISOLATIONS:
+        where = LocalSandbox(isolation)
+        running = asyncio.create_task(where.run({}, ["sh", "-c", f"sleep 60; : {marker}"], limits=limits(wall_s=60)))
+        await asyncio.sleep(0.5)
+        assert left_over(marker) or running.done()  # done: this isolation does not work here
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert left_over(marker) == []
+
+
+def test_who_dies_while_code_runs_takes_it_along(anywhere):
+    marker = f"vime_orphan_{os.getpid()}_{time.monotonic_ns()}"
+    program = f"""
+import asyncio
+from vime.sandbox import *
+where = LocalSandbox({anywhere._isolation!r})
+asyncio.run(where.run({{}}, ["sh", "-c", "(setsid sleep 60 &) ; sleep 60; : {marker}"], limits=Limits(wall_s=60)))
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program])
+    below = {}
+    while len(below) < 4 and parent.poll() is None:
+        time.sleep(0.05)
+        below = _descendants(parent.pid)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 5
+    while any(psutil.pid_exists(pid) for pid in below) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(below) >= 4
+    assert not [pid for pid in below if psutil.pid_exists(pid)]
+
+
+async def test_only_so_many_run_at_one_time():
+    where = LocalSandbox(concurrency=1)
+    await where.isolation()
+    start = time.monotonic()
+    results = await asyncio.gather(*(where.run({}, ["sleep", "0.3"]) for _ in range(3)))
+    assert all(result.ok for result in results)
+    assert time.monotonic() - start > 0.9
+
+
+async def test_the_strongest_that_works_is_chosen_and_the_weakest_is_told(caplog, monkeypatch):
+    chosen = await LocalSandbox().isolation()
+    assert chosen in ISOLATIONS
+    assert ("no namespaces" in caplog.text) == (chosen == "process")
+
+    where = LocalSandbox()
+    run = where._run
+
+    async def without_namespaces(isolation, job):
+        if isolation != "process":
+            raise SandboxError("Operation not permitted: unshare")
+        return await run(isolation, job)
+
+    monkeypatch.setattr(where, "_run", without_namespaces)
+    assert await where.isolation() == "process"
+    assert "it can reach the network" in caplog.text
+
+
+def test_a_limit_that_is_no_positive_number_is_refused():
+    with pytest.raises(ValueError, match="wall_s=0"):
+        Limits(wall_s=0)

@@ -1,0 +1,412 @@
+"""The process between us and untrusted code: ``python -I -S jail.py SPEC_FD REPORT_FD``. Standard library only.
+
+It reads what to run as JSON, shuts it in, watches it, and reports as JSON lines. Three processes at most:
+
+* the watcher (this one) stays outside, polls what its descendants use, and kills them all at the first excess;
+* the first process of a new pid namespace builds the file system that the command sees and waits for it; when it
+  ends, by itself or killed, the kernel kills everything else in the namespace;
+* the command, without privileges. Where there are no namespaces it is the watcher's own child.
+
+If our parent dies the watcher is told (SIGTERM) and everything ends; if the watcher dies, its child is killed.
+Sources: namespaces(7), user_namespaces(7), pid_namespaces(7), pivot_root(2), mount_setattr(2), getrlimit(2), prctl(2).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ctypes
+import errno
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+_CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+_MNT_DETACH = 2
+_SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000  # the number is the same on all architectures
+_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 1, 2, 4
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+
+_POLL_S = 0.05
+_POLL_SHARE = 0.1  # of a core, that watching may take
+_FIRST_USER, _USERS = 50_000, 10_000  # within the 65,536 ids of a container; nobody has an account there
+_USER_INSIDE = 1000  # what the user is called in a user namespace
+_WORK = "sandbox"  # the working directory of the command, below the root of its file system
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main(argv: list[str]) -> int:
+    """Runs one command and reports how it ended."""
+    spec_fd, report_fd = (int(word) for word in argv)
+    os.set_inheritable(report_fd, False)
+    with os.fdopen(spec_fd, "rb") as file:
+        spec = json.load(file)
+    try:
+        _Watcher(spec, report_fd).run()
+    except OSError as error:
+        _report(report_fd, error=f"{error.strerror}" + (f": {error.filename}" if error.filename else ""))
+        return 1
+    return 0
+
+
+class _Watcher:
+    def __init__(self, spec: dict[str, Any], report_fd: int) -> None:
+        self.spec = spec
+        self.limits = spec["limits"]
+        self.report_fd = report_fd
+        self.namespaces = spec["isolation"] != "process"
+        self.was_root = os.geteuid() == 0
+        self.user = _FIRST_USER + os.getpid() % _USERS if self.was_root else os.geteuid()
+
+    def run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
+        _write("/proc/self/oom_score_adj", "1000")  # the kernel takes us before anything of the training
+        if self.spec["isolation"] == "user_namespaces":
+            self._enter_user_namespace()
+        elif self.namespaces:
+            _call("unshare", _libc.unshare(_CLONE_NEWPID))
+        else:
+            _call("prctl", _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+        _die_with(self.spec["parent"], signal.SIGTERM)
+        _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody of the same user may look into us
+        watcher = os.getpid()
+        child = os.fork()
+        if child == 0:
+            self._child(watcher)
+        self._watch(child)
+
+    def _enter_user_namespace(self) -> None:
+        user = self.user
+        if self.was_root:
+            _become(user)
+            _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # else the maps below would belong to root
+        group = os.getegid()
+        _call("unshare", _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWPID))
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{_USER_INSIDE} {user} 1"),
+            ("gid_map", f"{_USER_INSIDE} {group} 1"),
+        ):
+            Path(f"/proc/self/{name}").write_text(text)
+        self.was_root, self.user = False, _USER_INSIDE
+
+    # --- in the child ---------------------------------------------------------------------------------------------
+
+    def _child(self, watcher: int) -> NoReturn:
+        try:
+            if self.namespaces:
+                self._first_process()
+            else:
+                _die_with(watcher, signal.SIGKILL)
+                self._fill(Path(self.spec["directory"]))
+                self._execute(self.spec["directory"])
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG):
+                _report(self.report_fd, killed="disk")
+            else:
+                name = f": {error.filename}" if error.filename else ""
+                _report(self.report_fd, error=f"{error.strerror}{name}")
+        os._exit(1)
+
+    def _first_process(self) -> NoReturn:
+        """Process 1 of the namespace: what we start here ends with us."""
+        _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        namespaces = _CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS
+        _call("unshare", _libc.unshare(namespaces))
+        _libc.sethostname(b"sandbox", 7)
+        self._build_root(Path(self.spec["directory"]))
+        command = os.fork()
+        if command == 0:
+            try:
+                self._execute(f"/{_WORK}")
+            finally:
+                os._exit(1)
+        while True:
+            pid, status, usage = os.wait4(-1, 0)  # orphans of the command become ours
+            if pid == command:
+                self._report_end(status, usage)
+                os._exit(0)
+
+    def _build_root(self, root: Path) -> None:
+        """A file system of its own: memory for what is written, and programs read-only. Nothing else is visible."""
+        _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+        size = f"size={self.limits['disk_bytes']},nr_inodes={self.limits['files'] + 1000},mode=0755"
+        _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, size)
+        for path in self.spec["readable"]:
+            _show(Path(path), root)
+        for name in _DEVICES:
+            _bind(Path("/dev") / name, root / "dev" / name)
+        os.symlink("/proc/self/fd", root / "dev/fd")
+        os.mkdir(root / "proc")
+        with contextlib.suppress(OSError):  # a container whose own /proc is masked may not; the directory stays empty
+            _mount("proc", root / "proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+        for name in ("etc", _WORK, "tmp", "dev/shm"):
+            (root / name).mkdir(parents=True, exist_ok=True)
+        (root / "etc/passwd").write_text(f"sandbox:x:{self.user}:{self.user}::/{_WORK}:/bin/sh\n")
+        (root / "tmp").chmod(0o1777)
+        (root / "dev/shm").chmod(0o1777)
+        self._fill(root / _WORK)
+        os.chdir(root)
+        _call("pivot_root", _libc.pivot_root(b".", b"."))
+        _call("umount2", _libc.umount2(b".", _MNT_DETACH))
+        os.chdir("/")
+
+    def _fill(self, directory: Path) -> None:
+        for name, content in self.spec["files"].items():
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(base64.b64decode(content))
+        if self.was_root:
+            for path in (directory, *directory.rglob("*")):
+                os.chown(path, self.user, self.user)
+
+    def _execute(self, directory: str) -> NoReturn:
+        os.setsid()
+        os.chdir(directory)
+        command, environment = self.spec["command"], {**self.spec["environment"], "HOME": directory}
+        self._set_limits()
+        if self.was_root:
+            watcher = os.getppid()
+            _become(self.user)
+            if not self.namespaces:  # the change of user has cleared it
+                _die_with(watcher, signal.SIGKILL)
+        _call("prctl", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, set())
+        try:
+            os.execvpe(command[0], command, environment)
+        except (OSError, ValueError) as error:
+            os.write(2, f"sandbox: cannot run {command[0]}: {error}\n".encode())
+            os._exit(127)
+
+    def _set_limits(self) -> None:
+        limits = self.limits
+        cpu = math.ceil(limits["cpu_s"])
+        processes = limits["processes"]
+        if self.spec["isolation"] == "user_namespaces":
+            processes += 2  # the watcher and process 1 have the same user
+        elif not self.was_root:
+            processes += _threads_of(self.user)  # without a namespace the kernel counts all that the user has
+        _limit(resource.RLIMIT_AS, limits["memory_bytes"])
+        _limit(resource.RLIMIT_CPU, cpu, cpu + 1)
+        _limit(resource.RLIMIT_FSIZE, limits["disk_bytes"])
+        _limit(resource.RLIMIT_NPROC, processes)
+        _limit(resource.RLIMIT_NOFILE, 256)
+        _limit(resource.RLIMIT_CORE, 0)
+        _limit(resource.RLIMIT_MEMLOCK, 0)
+        os.umask(0o022)
+
+    # --- in the watcher -------------------------------------------------------------------------------------------
+
+    def _watch(self, child: int) -> None:
+        start = time.monotonic()
+        pause, killed = _POLL_S, None
+        while not self._ended(child):
+            left = start + self.limits["wall_s"] - time.monotonic()
+            told = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, max(0.0, min(pause, left)))
+            if told is not None and told.si_signo == signal.SIGTERM:
+                killed = "stopped"
+            elif told is None:
+                polled = time.monotonic()
+                killed = "timeout" if left <= pause and polled >= start + self.limits["wall_s"] else self._excess()
+                pause = max(_POLL_S, (time.monotonic() - polled) / _POLL_SHARE)
+            if killed:
+                break
+        seconds = time.monotonic() - start
+        self._kill_all(child)
+        _report(self.report_fd, seconds=seconds, **({"killed": killed} if killed else {}))
+
+    def _ended(self, child: int) -> bool:
+        """Reaps what has ended. True when the child is among it."""
+        ended = False
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return True
+            if pid == 0:
+                return ended
+            if pid == child:
+                ended = True
+                if not self.namespaces:
+                    self._report_end(status, usage)
+
+    def _report_end(self, status: int, usage: resource.struct_rusage) -> None:
+        code = os.waitstatus_to_exitcode(status)
+        used_up = usage.ru_utime + usage.ru_stime >= self.limits["cpu_s"]
+        if used_up and code in (-signal.SIGXCPU, -signal.SIGKILL):
+            _report(self.report_fd, killed="timeout")
+        else:
+            _report(self.report_fd, code=code)
+
+    def _excess(self) -> str | None:
+        """Which limit all descendants together have passed."""
+        cpu_s, memory = 0.0, 0
+        for pid, cpu in _descendants(os.getpid()).items():
+            cpu_s += cpu
+            memory += _private_bytes(pid)
+        if cpu_s > self.limits["cpu_s"]:
+            return "timeout"
+        if memory > self.limits["memory_bytes"]:
+            return "memory"
+        if not self.namespaces and self._disk_is_full():
+            return "disk"
+        return None
+
+    def _disk_is_full(self) -> bool:
+        used = count = 0
+        for where, directories, files in os.walk(self.spec["directory"], onerror=None):
+            count += len(directories) + len(files)
+            for name in files:
+                try:
+                    used += os.lstat(os.path.join(where, name)).st_blocks * 512
+                except OSError:
+                    continue
+            if used > self.limits["disk_bytes"] or count > self.limits["files"] + len(self.spec["files"]):
+                return True
+        return False
+
+    def _kill_all(self, child: int) -> None:
+        if self.namespaces:
+            _kill(child, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, 0)  # returns when the namespace is empty
+            return
+        while descendants := _descendants(os.getpid()):
+            for number in (signal.SIGSTOP, signal.SIGKILL):  # who is stopped cannot fork away
+                for pid in descendants:
+                    _kill(pid, number)
+            self._ended(child)
+            time.sleep(0.002)
+
+
+def _descendants(ancestor: int) -> dict[int, float]:
+    """Process id → seconds of CPU, with those of its children that have ended; of all below ``ancestor``."""
+    parents: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    tick = os.sysconf("SC_CLK_TCK")
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+            except OSError:
+                continue
+            parents[int(name)] = int(fields[1])
+            seconds[int(name)] = sum(int(field) for field in fields[11:15]) / tick
+    found = {ancestor}
+    grew = True
+    while grew:
+        more = {pid for pid, parent in parents.items() if parent in found and pid not in found}
+        grew = bool(more)
+        found |= more
+    return {pid: seconds[pid] for pid in found if pid != ancestor}
+
+
+def _private_bytes(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            _, resident, shared = file.read().split()[:3]
+    except (OSError, ValueError):
+        return 0
+    return (int(resident) - int(shared)) * resource.getpagesize()
+
+
+def _threads_of(user: int) -> int:
+    count = 0
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == user:
+                count += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:
+            continue
+    return count
+
+
+def _show(path: Path, root: Path) -> None:
+    """Makes a path of the machine visible below ``root``, read-only; what we may not see ourselves is left out."""
+    target = root / path.relative_to("/")
+    if not os.access(path, os.R_OK) or os.path.lexists(target):
+        return
+    if path.is_symlink() and path.parent == Path("/"):  # /bin is /usr/bin on most systems
+        os.symlink(os.readlink(path), target)
+        return
+    _bind(path, target)
+    attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV, 0, 0, 0)
+    result = _libc.syscall(
+        ctypes.c_long(_SYS_MOUNT_SETATTR),
+        ctypes.c_long(_AT_FDCWD),
+        ctypes.c_char_p(os.fsencode(target)),
+        ctypes.c_long(_AT_RECURSIVE),
+        ctypes.byref(attributes),
+        ctypes.c_long(ctypes.sizeof(attributes)),
+    )
+    _call(f"mount_setattr {path}", result)
+
+
+def _bind(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        target.mkdir(exist_ok=True)
+    else:
+        target.touch()
+    _mount(source, target, None, _MS_BIND | _MS_REC)
+
+
+def _mount(source: Path | str | None, target: Path | str, kind: str | None, flags: int, options: str = "") -> None:
+    encoded = [None if each is None else os.fsencode(each) for each in (source, target, kind)]
+    _call(f"mount {target}", _libc.mount(*encoded, ctypes.c_ulong(flags), options.encode()))
+
+
+def _become(user: int) -> None:
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def _die_with(parent: int, number: int) -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+
+
+def _limit(what: int, soft: int, hard: int | None = None) -> None:
+    """Sets a limit, which is never more than the one that we were given ourselves."""
+    _, ours = resource.getrlimit(what)
+    most = [limit if ours == resource.RLIM_INFINITY else min(limit, ours) for limit in (soft, hard or soft)]
+    resource.setrlimit(what, (most[0], most[1]))
+
+
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _write(path: str, text: str) -> None:
+    with contextlib.suppress(OSError):
+        Path(path).write_text(text)
+
+
+def _call(what: str, result: int) -> None:
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def _report(fd: int, **record: Any) -> None:
+    os.write(fd, (json.dumps(record) + "\n").encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
