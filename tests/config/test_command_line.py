@@ -110,7 +110,7 @@ def test_two_evaluation_sets_of_one_name_are_refused(flags, prompt_file):
             "--rollout-stop-token-ids expects one or more values, each a whole number, not '1 x'",
         ),
         ("--train-env-vars [1]", "--train-env-vars expects a JSON object, e.g. '{\"key\": 1}', not '[1]'"),
-        ("--partial-rollout", "--partial-rollout is a flag of vime, but this version does not implement it yet"),
+        ("--model-name x", "--model-name is a flag of vime, but this version does not implement it yet"),
         ("--vllm-config x", "--vllm-config is a flag of vime, but this version does not implement it yet"),
     ],
 )

@@ -164,7 +164,7 @@ def partial(sample):
         "teacher_log_probs": [-3.0, -0.5],
         "weight_versions": [3, 4], "status": Status.ABORTED, "remove_sample": True, "metadata": {"start_rollout_id": 5},
         "train_metadata": {"x": None}, "multimodal_inputs": {"image": "i"}, "multimodal_train_inputs": {"n": 1},
-        "custom_rm_path": "a:b", "custom_generate_function_path": "c:d", "rollout_id": 7,
+        "custom_rm_path": "a:b", "custom_generate_function_path": "c:d", "rollout_id": 7, "parent_index": 0,
     }  # fmt: skip
     assert {f.name for f in dataclasses.fields(Sample)} - set(values) <= {
         "group_index",

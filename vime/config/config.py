@@ -92,6 +92,7 @@ class Config:
     checkpoint: sections.Checkpoint
     data: sections.Data
     rollout: sections.Rollout
+    sampling: sections.Sampling
     batch: sections.Batch
     algorithm: sections.Algorithm
     critic: sections.Critic

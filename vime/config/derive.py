@@ -78,6 +78,7 @@ def _use_tis(values: Values) -> Derived:
 DERIVATIONS: dict[str, Callable[[Values], Derived]] = {
     "debug_train_only": lambda v: (v["load_debug_rollout_data"] is not None, "load-debug-rollout-data"),
     "rollout_num_gpus": _rollout_num_gpus,
+    "over_sampling_batch_size": _like("rollout_batch_size"),
     "critic_num_nodes": _like_with_critic("actor_num_nodes"),
     "critic_num_gpus_per_node": _like_with_critic("actor_num_gpus_per_node"),
     "critic_lr": _like("lr"),

@@ -6,13 +6,11 @@ _BY_TOPIC = {
     "memory": "recompute-loss-function log-probs-chunk-size qkv-format "
     "balance-by-flops data-pad-size-multiplier async-save release-train",
     "data": "multimodal-keys disable-rollout-global-dataset",
-    "sampling": "over-sampling-batch-size dynamic-sampling-filter-path partial-rollout "
-    "mask-offpolicy-in-partial-rollout buffer-filter-path",
     "algorithms": "use-rollout-entropy pg-loss-type",
     "mixture of experts": "use-rollout-routing-replay",
     "training hooks": "model-name",
     "engines": "vllm-config vllm-enable-deterministic-inference vllm-weight-sync-packed prefill-num-servers "
-    "rollout-external-engine-addrs use-fault-tolerance rollout-health-check-first-wait rollout-health-check-interval "
+    "rollout-external-engine-addrs rollout-health-check-first-wait rollout-health-check-interval "
     "rollout-health-check-timeout",
     "watching": "load-debug-rollout-data-subsample save-debug-train-data dump-details check-weight-update-equal "
     "profile-target memory-recorder wandb-always-use-train-step log-multi-turn log-reward-category "

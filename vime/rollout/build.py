@@ -14,7 +14,7 @@ from vime.config.flags import option
 from vime.config.kinds import human_int
 from vime.data.chat import PromptEncoder
 from vime.data.jsonl import Keys
-from vime.data.source import PromptSource, encoder_of
+from vime.data.source import PromptSource, encoder_of, pop_first
 from vime.data.tokenizer import load_tokenizer
 from vime.errors import UserError
 from vime.models import load_shape
@@ -33,18 +33,20 @@ from vime.rollout.generate import SingleTurn
 from vime.rollout.hooks import (
     CustomSource,
     all_samples_process,
+    buffer_filter,
     custom_conversion,
     custom_evaluation,
     custom_generate,
     custom_post_process,
     custom_rollout,
+    dynamic_filter,
     own_generate,
     sample_filter,
     sample_hook,
 )
 from vime.rollout.manager import EvalMetrics, RolloutManager, RolloutMetrics
 from vime.rollout.runner import Gate, Generate, Rewarder, Runner
-from vime.rollout.sampling import Collected, Sampler
+from vime.rollout.sampling import Collected, InFlight, Judge, Sampler, keep_all
 from vime.rollout.shaping import shape_rewards
 from vime.rollout.staleness import WeightHistory
 from vime.types import Group, Sample, SamplingParams
@@ -100,11 +102,13 @@ def load_prompts(config: Config) -> Prompts:
     checkpoint = config.checkpoint
     tokenizer = load_tokenizer(checkpoint.hf_checkpoint, trust_remote_code=checkpoint.trust_remote_code)
     encoder = encoder_of(config, tokenizer)
-    own_source = hooks.get(contracts.DATA_SOURCE)
+    own_source, own_order = hooks.get(contracts.DATA_SOURCE), hooks.get(contracts.BUFFER_FILTER)
     source: DataSource = (
         CustomSource(own_source, config.args, _group_size(config, hooks))
         if own_source
-        else PromptSource.from_config(config, encoder)
+        else PromptSource.from_config(
+            config, encoder, buffer_filter=buffer_filter(own_order, config.args) if own_order else pop_first
+        )
     )
     graded_by_rule = hooks.get(contracts.CUSTOM_RM) is None
     return Prompts(
@@ -230,9 +234,11 @@ def make_manager(
         concurrency=concurrency,
         hooks=[sample_hook(hook, args) for hook in hooks.all(contracts.ROLLOUT_SAMPLE_HOOK)],
         gate=gate,
+        masks_continued=config.sampling.mask_offpolicy_in_partial_rollout,
     )
+    counts = hooks.get(contracts.DYNAMIC_SAMPLING_FILTER)
     return RolloutManager(
-        sampler=_sampler(config, prompts, runner),
+        sampler=_sampler(config, prompts.source, runner, dynamic_filter(counts, args) if counts else keep_all),
         runner=runner,
         batch_size=config.rollout.rollout_batch_size,
         post_process=_post_process(config, hooks, args),
@@ -250,13 +256,28 @@ def make_manager(
     )
 
 
-def _sampler(config: Config, prompts: Prompts, runner: Runner) -> Sampler:
-    params = sampling_params(config)
+def _sampler(config: Config, source: DataSource, runner: Runner, judge: Judge) -> Sampler:
+    sampling, params = config.sampling, sampling_params(config)
 
     async def run(group: Group, rollout_id: int) -> Group:
         return await runner.run(group, rollout_id, params)
 
-    return Sampler(prompts.source, run, batch_size=config.rollout.rollout_batch_size, halt=runner.halt)
+    return Sampler(
+        source,
+        run,
+        batch_size=sampling.over_sampling_batch_size,
+        judge=judge,
+        in_flight=_in_flight(config),
+        halt=runner.halt,
+        in_order=sampling.deterministic_rollout,
+        max_refills=sampling.max_refill_rounds,
+    )
+
+
+def _in_flight(config: Config) -> InFlight:
+    if config.sampling.deterministic_rollout:
+        return InFlight.FINISH
+    return InFlight.ABORT if config.sampling.partial_rollout else InFlight.RESTART
 
 
 def _generate(prompts: Prompts, args: Args, generator: Generator) -> Generate:

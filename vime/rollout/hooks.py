@@ -7,14 +7,18 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vime.data.source import BufferFilter
 from vime.plugins import Hook
 from vime.plugins.answers import (
+    Kept,
     eval_data_and_metrics,
     generated_samples,
     groups_and_metrics,
     hooked_sample,
+    kept_group,
     new_groups,
     rewards_pair,
+    taken_groups,
 )
 from vime.plugins.contract import WrongAnswer, read_nothing
 from vime.plugins.rollout_trials import request_params
@@ -25,8 +29,31 @@ from vime.rollout.conversion import Convert, PostProcess, in_order
 from vime.rollout.evaluation import Evaluate, Evaluated
 from vime.rollout.manager import Collect
 from vime.rollout.runner import Generate, SampleHook
-from vime.rollout.sampling import Collected
+from vime.rollout.sampling import Collected, Judge
 from vime.types import Group, RolloutBatch, Sample, SamplingParams, TrainSample
+
+
+def buffer_filter(hook: Hook, args: Any) -> BufferFilter:
+    """``--buffer-filter-path``: f(args, rollout_id, buffer, num_samples) → groups that it took out of the buffer.
+
+    It is told no rollout_id: groups are drawn for the next rollout while others are in flight.
+    """
+
+    def take(buffer: list[Group], count: int) -> list[Group]:
+        read = functools.partial(taken_groups, buffer=buffer, before=list(buffer), wanted=count)
+        return hook.call(args, None, buffer, count, about=f"{count} groups", read=read)
+
+    return take
+
+
+def dynamic_filter(hook: Hook, args: Any) -> Judge:
+    """``--dynamic-sampling-filter-path``: f(args, samples) → whether the group counts."""
+
+    def judge(group: Group) -> Kept:
+        about = f"group {group[0].group_index} of rollout {group[0].rollout_id}"
+        return hook.call(args, group, about=about, read=kept_group)
+
+    return judge
 
 
 class CustomSource:

@@ -119,7 +119,8 @@ class RolloutManager:
         return replace(batch, metrics=metrics | batch.metrics)
 
     async def _sample(self, rollout_id: int) -> Collected:
-        return await self._sampler.collect(rollout_id, self._batch_size)
+        collected = await self._sampler.collect(rollout_id, self._batch_size)
+        return replace(collected, metrics={**collected.metrics, **self._runner.pop_metrics()})
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep of generation, as JSON values."""
@@ -132,7 +133,8 @@ class RolloutManager:
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
         """All evaluation sets under the weights of now; metrics ``eval/NAME`` and the like."""
-        found = await self._evaluate(rollout_id)
+        async with self._runner.undisturbed():
+            found = await self._evaluate(rollout_id)
         for name, entry in found.data.items():
             self._recorder.samples(rollout_id, entry.get("samples") or [], name=f"eval_{name}")
         return self._eval_metrics(rollout_id, found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -19,6 +19,8 @@ from vime.types import Generation, Group, Sample, SamplingParams, Status, derive
 
 GRACE_S = 5.0
 """For generate functions and sample hooks to come to an end after the engines were told to stop."""
+
+COUNTED = ("continued",)
 
 Generate = Callable[[Sample, SamplingParams, bool], Awaitable[list[Sample]]]
 """(sample, how to sample, whether for evaluation) → the sample, filled, or the children that became of it. Children are
@@ -48,15 +50,23 @@ class Gate:
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
-        self.closed = False
+        self._closed = False
 
     async def generate(self, token_ids: Sequence[int], params: SamplingParams, *, session_id: str) -> Generation:
-        if self.closed:
+        if self._closed:
             return Generation(token_ids=[], log_probs=[], weight_versions=[], finish_reason="abort")
         return await self._generator.generate(token_ids, params, session_id=session_id)
 
     async def abort(self) -> None:
         await self._generator.abort()
+
+    async def close(self) -> None:
+        """Returns when every request has ended with what it has."""
+        self._closed = True
+        await self._generator.abort()
+
+    def open(self) -> None:
+        self._closed = False
 
 
 class Runner:
@@ -90,8 +100,9 @@ class Runner:
         self._gate = gate
         self._masks_continued = masks_continued
         self._halted = False
+        self._engines = asyncio.Lock()  # evaluations and halts have them one after the other
         self._calls: set[asyncio.Future[None]] = set()  # of generate functions, each with the hooks after it
-        self.counts: Counter[str] = Counter()  # of samples, since the start: continued
+        self._counts: Counter[str] = Counter()  # of samples, in training
 
     async def run(self, group: Group, rollout_id: int, sampling: SamplingParams, evaluation: str = "") -> Group:
         """Fills the group in place and returns it; children stand in the place of the sample that they came from. What
@@ -105,21 +116,30 @@ class Runner:
             await self._rewarder.reward_group(group, evaluation=bool(evaluation))
         return group
 
+    def undisturbed(self) -> AbstractAsyncContextManager[None]:
+        """A block in which nothing is halted: an evaluation beside a rollout."""
+        return self._engines
+
     @asynccontextmanager
     async def halt(self) -> AsyncIterator[None]:
         """Nothing is generated within the block. What is under way is aborted and has ``GRACE_S`` to end."""
-        self._halted = True
-        try:
-            if self._gate is not None:
-                self._gate.closed = True
-                await self._gate.abort()
-            if self._calls:
-                await asyncio.wait(self._calls, timeout=GRACE_S)
-            yield
-        finally:
-            self._halted = False
-            if self._gate is not None:
-                self._gate.closed = False
+        async with self._engines:
+            self._halted = True
+            try:
+                if self._gate is not None:
+                    await self._gate.close()
+                if self._calls:
+                    await asyncio.wait(self._calls, timeout=GRACE_S)
+                yield
+            finally:
+                self._halted = False
+                if self._gate is not None:
+                    self._gate.open()
+
+    def pop_metrics(self) -> dict[str, float]:
+        """What happened to samples since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return {f"rollout/samples/{name}": float(counts[name]) for name in COUNTED}
 
     async def _run_sample(
         self, sample: Sample, group: Group, rollout_id: int, sampling: SamplingParams, evaluation: str
@@ -167,7 +187,7 @@ class Runner:
         copy = sample.copy()
         copy.rollout_id = rollout_id
         if copy.response_length:
-            self.counts["continued"] += 1
+            self._counts["continued"] += 1
             if self._masks_continued:
                 copy.loss_mask = [0] * copy.response_length
         return copy

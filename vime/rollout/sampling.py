@@ -37,6 +37,11 @@ Halt = Callable[[], AbstractAsyncContextManager[None]]
 MAX_REFILLS = 32
 
 
+def keep_all(group: Group) -> Kept:
+    """The judge where no filter was given."""
+    return Kept(keep=True)
+
+
 class InFlight(enum.Enum):
     """What becomes of groups that are still in flight when a rollout has all it needs."""
 
@@ -145,7 +150,7 @@ class Sampler:
         run: RunGroup,
         *,
         batch_size: int,
-        judge: Judge = lambda group: Kept(keep=True),
+        judge: Judge = keep_all,
         in_flight: InFlight = InFlight.RESTART,
         halt: Halt = lambda: nullcontext(),
         in_order: bool = False,

@@ -15,6 +15,7 @@ from vime.config.rules import (
     model,
     presence,
     ranges,
+    sampling,
     sft,
     supported,
 )
@@ -24,6 +25,7 @@ RULES: tuple[Rule, ...] = (
     *presence.RULES,
     *ranges.RULES,
     *batches.RULES,
+    *map(where_sampled, sampling.RULES),
     *map(where_sampled, algorithm.RULES),
     *asynchrony.RULES,
     *layout.RULES,

@@ -42,7 +42,8 @@ RANGES: Mapping[str, Range] = dict(
             "actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node "
             "rollout_num_gpus_per_engine num_gpus_per_node "
             "distributed_timeout_minutes save_interval make_vocab_size_divisible_by rollout_batch_size "
-            "n_samples_per_prompt num_epoch rollout_max_response_len rollout_max_prompt_len rollout_max_context_len "
+            "n_samples_per_prompt over_sampling_batch_size num_epoch "
+            "rollout_max_response_len rollout_max_prompt_len rollout_max_context_len "
             "global_batch_size num_steps_per_rollout micro_batch_size max_tokens_per_gpu log_probs_max_tokens_per_gpu "
             "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
             "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
@@ -53,7 +54,7 @@ RANGES: Mapping[str, Range] = dict(
             Range(1),
         ),
         *_each(
-            "num_critic_only_steps critic_lr value_clip "
+            "num_critic_only_steps critic_lr value_clip max_refill_rounds max_sample_requeues "
             "num_rollout ckpt_step ref_ckpt_step opd_teacher_ckpt_step start_rollout_id train_memory_margin_bytes "
             "lr min_lr lr_warmup_init "
             "lr_warmup_iters weight_decay clip_grad eps_clip_high kl_loss_coef kl_coef eval_min_new_tokens "
@@ -62,7 +63,10 @@ RANGES: Mapping[str, Range] = dict(
             "overlong_penalty_factor tis_clip_low tis_veto opsm_delta max_staleness",
             Range(0),
         ),
-        *_each("rm_timeout_s request_timeout_s engine_start_timeout_s weight_sync_timeout_s", Range(0, above=True)),
+        *_each(
+            "rm_timeout_s request_timeout_s rollout_function_timeout_s engine_start_timeout_s weight_sync_timeout_s",
+            Range(0, above=True),
+        ),
         *_each("adam_beta1 adam_beta2 lr_warmup_fraction", Range(0, 1, below=True)),
         *_each("adam_eps opd_kl_coef tis_clip dr_grpo_divisor", Range(0, above=True)),
         *_each("rollout_top_p eval_top_p", Range(0, 1, above=True)),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from vime.config.config import OWN_FLAGS, Config
 from vime.config.rules.base import Violation, option
 
-IDLE_SECTIONS = ("engine", "reward", "asynchrony", "off_policy", "critic")
+IDLE_SECTIONS = ("engine", "sampling", "reward", "asynchrony", "off_policy", "critic")
 IDLE = (
     "colocate offload offload_train offload_rollout rollout_num_gpus_per_engine "
     "rollout_max_response_len rollout_top_p rollout_top_k rollout_stop rollout_stop_token_ids "
@@ -16,6 +16,7 @@ IDLE = (
     "custom_rm_path custom_generate_function_path custom_reward_post_process_path rollout_sample_filter_path "
     "custom_rollout_log_function_path custom_eval_rollout_log_function_path rollout_sample_hook "
     "rollout_all_samples_process_path custom_convert_samples_to_train_data_path "
+    "dynamic_sampling_filter_path "
     "custom_megatron_before_log_prob_hook_path custom_advantage_function_path custom_tis_function_path "
     "custom_pg_loss_reducer_function_path custom_loss_function_path critic_num_nodes critic_num_gpus_per_node "
     "colocate_critic"

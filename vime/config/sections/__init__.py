@@ -17,12 +17,14 @@ from vime.config.sections.optimizer import Optimizer
 from vime.config.sections.parallel import Parallel
 from vime.config.sections.reward import Reward
 from vime.config.sections.rollout import Rollout
+from vime.config.sections.sampling import Sampling
 
 SECTIONS: dict[str, type] = {
     "cluster": Cluster,
     "checkpoint": Checkpoint,
     "data": Data,
     "rollout": Rollout,
+    "sampling": Sampling,
     "batch": Batch,
     "algorithm": Algorithm,
     "critic": Critic,
@@ -58,4 +60,5 @@ __all__ = [
     "Parallel",
     "Reward",
     "Rollout",
+    "Sampling",
 ]

@@ -17,6 +17,10 @@ class Hooks:
     rollout_function_path: str | None = flag(None, help="Replaces the whole generation of a rollout.")
     eval_function_path: str | None = derived("rollout-function-path", help="Replaces the whole evaluation.")
     data_source_path: str | None = flag(None, help="Class that prompts come from, instead of --prompt-data.")
+    dynamic_sampling_filter_path: str | None = flag(
+        None, help="Says whether a group counts; a group that does not is replaced."
+    )
+    buffer_filter_path: str | None = flag(None, help="Chooses which waiting groups are continued first.")
     rollout_sample_hook: tuple[str, ...] = flag((), repeats=True, help="Looks at each generated sample, or changes it.")
     rollout_sample_filter_path: str | None = flag(None, help="Marks samples of a finished rollout as not trained on.")
     rollout_all_samples_process_path: str | None = flag(

@@ -1,0 +1,1 @@
+"""Filters under the names that command lines written for other versions give."""
