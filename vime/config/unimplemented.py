@@ -13,7 +13,7 @@ _BY_TOPIC = {
     "rollout-external-engine-addrs rollout-health-check-first-wait rollout-health-check-interval "
     "rollout-health-check-timeout",
     "watching": "load-debug-rollout-data-subsample save-debug-train-data dump-details check-weight-update-equal "
-    "profile-target memory-recorder wandb-always-use-train-step log-multi-turn log-reward-category "
+    "profile-target memory-recorder wandb-always-use-train-step log-reward-category "
     "log-correct-samples http-proxy",
     "weight updates": "update-weight-disk-dir update-weight-disk-keep-files "
     "update-weight-delta-encoding update-weight-delta-checksum update-weight-delta-local-checkpoint-dir "

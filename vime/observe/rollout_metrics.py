@@ -13,7 +13,7 @@ from vime.observe import scores
 from vime.rewards.values import answer_rewards, is_graded
 from vime.types import GradeStatus, Group, Sample, Status, WeightVersion, mean
 
-__all__ = ["pass_rates", "repeats_itself", "rollout_metrics"]
+__all__ = ["multi_turn_metrics", "pass_rates", "repeats_itself", "rollout_metrics"]
 
 Score = Callable[[Sample], float]
 """The reward of a graded sample as one number."""
@@ -113,6 +113,30 @@ def _speed(samples: Sequence[Sample], seconds: float, engine_slots: int) -> dict
         "perf/tokens_per_gpu_per_sec": sum(lengths) / seconds / engine_slots,
         "perf/longest_sample_tokens_per_sec": max(lengths) / seconds,
     }
+
+
+def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """``rollout/multi_turn/...`` (--log-multi-turn) of the samples that ``vime.rollout.multi_turn`` made, if any."""
+    played = [(sample, sample.metadata["multi_turn"]) for sample in samples if "multi_turn" in sample.metadata]
+    if not played:
+        return {}
+    turns = [len(known["turns"]) for _, known in played]
+    said = sum(stop - start for _, known in played for start, stop in known["turns"])
+    metrics = {
+        "turns/mean": mean(turns),
+        "turns/max": float(max(turns)),
+        "sampled_ratio": said / max(1, sum(sample.response_length for sample, _ in played)),
+    }
+    called = [known for _, known in played if "tool_calls" in known]
+    if called:
+        calls = sum(known["tool_calls"] for known in called)
+        metrics |= {
+            "tool_calls/mean": calls / len(called),
+            "tool_error_ratio": sum(known["tool_errors"] for known in called) / max(1, calls),
+            "tool_timeouts": float(sum(known["tool_timeouts"] for known in called)),
+            "tool_seconds/mean": sum(known["tool_seconds"] for known in called) / len(called),
+        }
+    return {f"rollout/multi_turn/{name}": value for name, value in metrics.items()}
 
 
 REPETITION_TAIL = 4096

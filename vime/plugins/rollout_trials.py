@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vime.config import Args
 from vime.plugins import answers, synthetic
 from vime.plugins.contract import WrongAnswer, read_nothing
 from vime.plugins.engine import synthetic_engine
@@ -18,6 +21,8 @@ from vime.types import Group, Sample, SamplingParams
 
 GENERATED = ("tokens", "response", "response_length", "loss_mask", "rollout_log_probs", "weight_versions", "status")
 """Fields of a Sample that generation fills, and nobody changes afterwards."""
+
+CONTEXT_TOKENS = 4096
 
 IDENTITY = ("group_index", "index", "rollout_id", "prompt", "label", "session_id")
 
@@ -60,10 +65,23 @@ def _read_reward(trial: Trial, sample: Sample, reward: Any) -> None:
         raise WrongAnswer(str(error)) from None
 
 
+@contextmanager
+def _engines(trial: Trial) -> Iterator[Args]:
+    """Stand-ins for the engines, and the view of the flags by which functions find them."""
+    from vime.serving.client import RouterClient  # needs aiohttp and NumPy
+
+    with synthetic_engine() as (host, port):
+        client = RouterClient(f"http://{host}:{port}")
+        context = trial.args.rollout_max_context_len or CONTEXT_TOKENS
+        yield trial.args.extended(
+            vllm_router_ip=host, vllm_router_port=port, generator=client, max_context_tokens=context
+        )
+        trial.run_coroutine(client.close())
+
+
 def try_generate(trial: Trial) -> None:
     rows = trial.rows or synthetic.ROWS
-    with synthetic_engine() as (host, port):
-        args = trial.args.extended(vllm_router_ip=host, vllm_router_port=port)
+    with _engines(trial) as args:
         for number, row in enumerate(rows):
             for max_tokens in (64, 2):
                 sample = synthetic.fresh_sample(row, index=number, group=number)
@@ -74,24 +92,20 @@ def try_generate(trial: Trial) -> None:
 
 
 def try_rollout(trial: Trial) -> None:
-    with synthetic_engine() as (host, port):
-        args = trial.args.extended(vllm_router_ip=host, vllm_router_port=port)
-        with trial.case("a rollout"):
-            answer = trial.call(args, synthetic.ROLLOUT_ID, synthetic.Source(trial), evaluation=False)
-            groups, _ = answers.groups_and_metrics(answer)
-            wanted = args.rollout_batch_size
-            if len(groups) != wanted:
-                raise WrongAnswer(f"returned {len(groups)} groups for --rollout-batch-size {wanted}")
-            if all(sample.reward is None for sample in synthetic.flat(groups)):
-                raise WrongAnswer("returned samples without a reward; a rollout function grades them too")
+    with _engines(trial) as args, trial.case("a rollout"):
+        answer = trial.call(args, synthetic.ROLLOUT_ID, synthetic.Source(trial), evaluation=False)
+        groups, _ = answers.groups_and_metrics(answer)
+        wanted = args.rollout_batch_size
+        if len(groups) != wanted:
+            raise WrongAnswer(f"returned {len(groups)} groups for --rollout-batch-size {wanted}")
+        if all(sample.reward is None for sample in synthetic.flat(groups)):
+            raise WrongAnswer("returned samples without a reward; a rollout function grades them too")
 
 
 def try_evaluation(trial: Trial) -> None:
-    with synthetic_engine() as (host, port):
-        args = trial.args.extended(vllm_router_ip=host, vllm_router_port=port)
-        with trial.case("an evaluation"):
-            answer = trial.call(args, synthetic.ROLLOUT_ID, synthetic.Source(trial), evaluation=True)
-            answers.eval_data_and_metrics(answer)
+    with _engines(trial) as args, trial.case("an evaluation"):
+        answer = trial.call(args, synthetic.ROLLOUT_ID, synthetic.Source(trial), evaluation=True)
+        answers.eval_data_and_metrics(answer)
 
 
 def try_data_source(trial: Trial) -> None:

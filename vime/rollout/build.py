@@ -18,7 +18,7 @@ from vime.data.source import PromptSource, encoder_of, pop_first
 from vime.data.tokenizer import load_tokenizer
 from vime.errors import UserError
 from vime.models import load_shape
-from vime.observe.rollout_metrics import pass_rates, rollout_metrics
+from vime.observe.rollout_metrics import multi_turn_metrics, pass_rates, rollout_metrics
 from vime.plugins import Hooks, resolve_hooks
 from vime.plugins import rollout as contracts
 from vime.plugins.catalog import load_hook, log_file
@@ -212,12 +212,14 @@ def make_manager(
     """The manager of rollouts over engines that run already.
 
     Args:
-        args: the flat view with the run-time values (address of the router) that users' functions get.
+        args: the flat view with the run-time values (address of the router) that users' functions get; here the engines
+            and the length of their context are added.
         history: of the engines' weights, also of those before a resume.
     """
     hooks = prompts.hooks
     log = log_file(config)
     gate = Gate(generator)
+    args = args.extended(generator=gate, max_context_tokens=prompts.max_context)
     generate = own_generate(
         _generate(prompts, args, gate),
         lambda path: load_hook(path, "custom_generate_function_path of a sample", contracts.CUSTOM_GENERATE, log),
@@ -349,8 +351,10 @@ def _rollout_metrics(config: Config, hooks: Hooks, args: Args, history: WeightHi
         )
         if config.ops.log_passrate:
             found |= pass_rates(groups, score)
-        found |= collected.metrics
         samples = [sample for group in groups for sample in group]
+        if config.ops.log_multi_turn:
+            found |= multi_turn_metrics(samples)
+        found |= collected.metrics
         about = f"rollout {rollout_id}"
         return {} if log is not None and log.call(rollout_id, args, samples, found, seconds, about=about) else found
 

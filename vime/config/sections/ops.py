@@ -34,4 +34,7 @@ class Ops:
         None, help="File for each rollout's samples; {rollout_id} is its number."
     )
     load_debug_rollout_data: str | None = flag(None, help="Train on samples saved before. Implies --debug-train-only.")
+    log_multi_turn: bool = flag(
+        False, help="Log turns, tool calls and their errors of samples with several turns, as rollout/multi_turn/..."
+    )
     custom_config_path: str | None = flag(None, help="YAML whose entries are added to the args of custom functions.")
