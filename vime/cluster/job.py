@@ -21,7 +21,7 @@ from vime.cluster.weights import GroupWeightSync
 from vime.config import Config
 from vime.ports import Trainer
 from vime.rewards.hub import RewardHub
-from vime.rollout.build import Prompts, make_hub, make_manager, make_pool, make_rewarder
+from vime.rollout.build import Prompts, check_graders, make_hub, make_manager, make_pool, make_rewarder
 from vime.rollout.manager import RolloutManager
 from vime.rollout.staleness import WeightHistory
 from vime.rollout.tasks import together
@@ -75,6 +75,7 @@ class Job(TrainingJob):
         config = self._config
         if self._teacher is not None:  # before anything that takes minutes
             await self._teacher.log_probs(self._prompts.probe_prompt(), 1)
+        await check_graders(config)
         if self.turns.engines_sleep:  # a starting engine wants all the memory that it will ever have
             await together([self._start_engines(), self._pool.start()])
             await self._start_models()

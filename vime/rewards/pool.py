@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vime.rewards.process import EndedIdle, GraderProcess, ProcessEnded
-from vime.rewards.wire import grade_from_json
+from vime.rewards.wire import DEADLINE_VARIABLE, grade_from_json
 from vime.types import Grade
 
 COUNTED = ("scored", "invalid", "error", "deadline_exceeded", "died")
@@ -31,6 +31,7 @@ class GraderProcessPool:
         start_deadline_s: of starting a process, and of importing a grader.
         preload: graders that each process imports and tries before it takes work.
         worker_module: what runs in the processes.
+        environment: further variables of the processes, for graders that have settings.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class GraderProcessPool:
         start_deadline_s: float = 60.0,
         preload: Sequence[str] = (),
         worker_module: str = "vime.rewards.worker",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         if workers < 1 or deadline_s <= 0:
             raise ValueError(f"a grader pool needs workers and a deadline, not {workers} and {deadline_s} s")
@@ -51,6 +53,7 @@ class GraderProcessPool:
         self._start_deadline_s = start_deadline_s
         self._preload = tuple(preload)
         self._worker_module = worker_module
+        self._environment = {DEADLINE_VARIABLE: str(deadline_s), **(environment or {})}
         self._idle: asyncio.Queue[GraderProcess | ProcessEnded | None] = asyncio.Queue()  # None: the pool is closed
         self._processes: set[GraderProcess] = set()
         self._starts: set[asyncio.Task[None]] = set()
@@ -154,6 +157,7 @@ class GraderProcessPool:
                 memory_limit_bytes=self._memory_limit_bytes,
                 preload=self._preload,
                 deadline_s=self._start_deadline_s,
+                environment=self._environment,
             )
         except (ProcessEnded, OSError) as error:
             self._idle.put_nowait(ProcessEnded(f"no grader process could be started: {error}"))

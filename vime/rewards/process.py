@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,7 +35,13 @@ class GraderProcess:
 
     @classmethod
     async def start(
-        cls, module: str, *, memory_limit_bytes: int, preload: Sequence[str], deadline_s: float
+        cls,
+        module: str,
+        *,
+        memory_limit_bytes: int,
+        preload: Sequence[str],
+        deadline_s: float,
+        environment: Mapping[str, str],
     ) -> GraderProcess:
         """Starts ``python -m module`` and waits until its graders are loaded.
 
@@ -49,7 +55,7 @@ class GraderProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
-            env=_environment(),
+            env={**_environment(), **environment},
             limit=_MAX_LINE_BYTES,
             start_new_session=True,  # an interrupt from the keyboard is the parent's business
         )

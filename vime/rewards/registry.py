@@ -17,8 +17,11 @@ from vime.types import Grade, GradeStatus
 GradeFunction: TypeAlias = Callable[[str, str | None, Mapping[str, Any]], Grade]
 """(response, label, metadata) → Grade. Pure: no clock, no network, no state."""
 
-LOCAL = ("math", "deepscaler", "dapo", "last_number")
+LOCAL = ("math", "deepscaler", "dapo", "last_number", "code")
 """Graders that run in the process pool: modules of this package with ``grade`` and ``grade_answer``."""
+
+CODE = "code"
+"""Its tests may stand in the metadata as well as in the label."""
 
 REMOTE = "remote_rm"
 BOXED = "boxed_"
@@ -36,6 +39,11 @@ def check(rm_type: str, source: str = "--rm-type") -> None:
 
 def needs_label(rm_type: str) -> bool:
     """Whether a prompt without a label cannot be graded. A reward service may do without."""
+    return is_local(rm_type) and rm_type.removeprefix(BOXED) != CODE
+
+
+def is_local(rm_type: str) -> bool:
+    """Whether the grader runs in the process pool."""
     return rm_type.removeprefix(BOXED) in LOCAL
 
 

@@ -23,7 +23,7 @@ from vime.plugins import Hooks, resolve_hooks
 from vime.plugins import rollout as contracts
 from vime.plugins.catalog import load_hook, log_file
 from vime.ports import DataSource, Generator, GraderPool, Recorder, Teacher
-from vime.rewards import registry
+from vime.rewards import code, registry
 from vime.rewards.hub import RewardHub
 from vime.rewards.pool import GraderProcessPool
 from vime.rollout.conversion import Convert, PostProcess, to_rollout_batch
@@ -49,6 +49,7 @@ from vime.rollout.runner import Gate, Generate, Rewarder, Runner
 from vime.rollout.sampling import Collected, InFlight, Judge, Sampler, keep_all
 from vime.rollout.shaping import shape_rewards
 from vime.rollout.staleness import WeightHistory
+from vime.sandbox import SandboxError
 from vime.types import Group, Sample, SamplingParams
 
 
@@ -171,9 +172,29 @@ def max_context_of(config: Config) -> int:
 
 def make_pool(config: Config) -> GraderProcessPool:
     """The processes that grade answers."""
-    used = {config.reward.rm_type, *(each.rm_type for each in eval_datasets(config))} - {None}
-    local = [name for name in used if name is not None and registry.needs_label(name)]
-    return GraderProcessPool(config.reward.rm_workers, config.reward.rm_timeout_s, preload=local)
+    reward = config.reward
+    local = [name for name in _graders(config) if registry.is_local(name)]
+    environment = {code.SCORE_VARIABLE: reward.rm_code_score, code.SANDBOX_VARIABLE: reward.rm_code_sandbox}
+    return GraderProcessPool(reward.rm_workers, reward.rm_timeout_s, preload=local, environment=environment)
+
+
+async def check_graders(config: Config) -> None:
+    """Finds out whether graders can do their work here, which for code depends on the kernel.
+
+    Raises:
+        UserError: they cannot.
+    """
+    if any(name.removeprefix(registry.BOXED) == registry.CODE for name in _graders(config)):
+        try:
+            await code.check_sandbox(config.reward.rm_code_sandbox)
+        except SandboxError as error:
+            raise UserError(f"--rm-type {registry.CODE}: {error}") from error
+
+
+def _graders(config: Config) -> set[str]:
+    """Names of graders that the run is known to use; rows may name others."""
+    used = {config.reward.rm_type, *(each.rm_type for each in eval_datasets(config))}
+    return {name for name in used if name is not None}
 
 
 def make_hub(config: Config, prompts: Prompts, args: Args, pool: GraderPool) -> RewardHub:

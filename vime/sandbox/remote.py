@@ -13,6 +13,9 @@ from vime.sandbox.wire import job_to_json, result_from_json
 if TYPE_CHECKING:
     import aiohttp
 
+TOKEN_VARIABLE = "VIME_SANDBOX_TOKEN"
+"""Where server and clients have their common secret from."""
+
 _BUSY = (429, 502, 503, 504)
 _PAUSE_S = (0.1, 2.0)  # before the second try, which doubles, up to the second number
 

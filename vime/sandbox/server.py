@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from vime.sandbox.local import LocalSandbox
+from vime.sandbox.remote import TOKEN_VARIABLE
 from vime.sandbox.types import Sandbox, SandboxError
 from vime.sandbox.wire import job_from_json, result_to_json
 
-TOKEN_VARIABLE = "VIME_SANDBOX_TOKEN"
 _MAX_REQUEST_BYTES = 256 << 20
 
 

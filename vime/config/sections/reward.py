@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from vime.config.flags import derived, flag
 
-BUILT_IN = ("math", "deepscaler", "dapo", "last_number", "remote_rm")
+BUILT_IN = ("math", "deepscaler", "dapo", "last_number", "code", "remote_rm")
 """Graders of this version; see ``vime.rewards``. The prefix boxed_ takes the content of the last box first."""
 
 RM_TYPES = (*BUILT_IN, *(f"boxed_{name}" for name in BUILT_IN))
@@ -22,4 +23,12 @@ class Reward:
     eval_reward_key: str | None = derived("reward-key", help="Which value of a dict reward is reported by evaluations.")
     group_rm: bool = flag(False, help="Grade a whole group at once: --custom-rm-path gets the list of its samples.")
     rm_timeout_s: float = flag(10.0, help="Deadline of grading one answer, in seconds.")
+    rm_code_score: Literal["all", "fraction"] = flag(
+        "all", help="What the grader code gives: 1 where all tests pass, or the fraction that does."
+    )
+    rm_code_sandbox: str = flag(
+        "auto",
+        help="Where the grader code runs programs: auto, namespaces, user_namespaces or process on this machine (see "
+        "docs/en/advanced/sandbox.md), or the address of a service.",
+    )
     rm_workers: int = derived("half of the cores, 1 to 8", help="Processes that grade answers.")
