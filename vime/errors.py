@@ -1,4 +1,4 @@
-"""What went wrong on the user's side."""
+"""What went wrong: on the user's side, or with the engines."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ class UserError(ValueError):
     Its message is one clear line (one for each mistake) that names the file, row, flag or value and what would be
     right; commands print it without a traceback and exit with 1.
     """
+
+
+class EngineError(RuntimeError):
+    """An engine or the router did not do what it was asked. The message names it, the call and the reason."""
 
 
 NAMED_IN_MESSAGES = 5

@@ -18,7 +18,7 @@ class Generator(Protocol):
     """The engines behind the router, as the sampling loop sees them."""
 
     async def generate(self, token_ids: Sequence[int], params: SamplingParams, *, session_id: str) -> Generation:
-        """Samples one continuation. Raises ``vime.serving.client.EngineError`` when no engine can answer."""
+        """Samples one continuation. Raises ``vime.errors.EngineError`` when no engine can answer."""
 
     async def abort(self) -> None:
         """Ends every request in flight; each returns what it has with finish_reason "abort"."""
@@ -28,7 +28,7 @@ class Teacher(Protocol):
     """A model that says how likely it would have been to say what another one did."""
 
     async def log_probs(self, token_ids: Sequence[int], response_length: int) -> list[float]:
-        """Of the last ``response_length`` tokens, in nats. Raises ``vime.serving.client.EngineError``."""
+        """Of the last ``response_length`` tokens, in nats. Raises ``vime.errors.EngineError``."""
 
     async def close(self) -> None: ...
 

@@ -366,3 +366,26 @@ async def test_a_sample_with_a_function_of_its_own_is_generated_by_that_which_is
         (done,) = await one(sample, SamplingParams(max_tokens=2), False)
         assert done.response == "x" * sample.response_length
     assert loaded == ["mine:f"]
+
+
+def test_a_row_without_a_response_keeps_its_place_and_is_not_trained():
+    samples = [
+        Sample(index=i, group_index=0, tokens=[1, 5, 6], response_length=2, reward=1.0, rollout_log_probs=[-1.0, -2.0])
+        for i in range(4)
+    ]
+    for sample in samples:
+        sample.status = Sample.Status.COMPLETED
+    samples[1] = Sample(index=1, group_index=0, status=Sample.Status.FAILED)
+    samples[2] = Sample(index=2, group_index=0, tokens=[7, 8], status=Sample.Status.FAILED)
+
+    def rows(args, samples):
+        return {
+            "tokens": [sample.tokens for sample in samples],
+            "response_lengths": [sample.response_length for sample in samples],
+            "rewards": [0.0 for _ in samples],
+        }
+
+    made = custom_conversion(hook(rows), ARGS, "--use-tis")(0, [samples], None).samples
+    assert [row.tokens for row in made] == [(1, 5, 6), (0, 0), (7, 8), (1, 5, 6)]
+    assert [row.loss_mask for row in made] == [(1, 1), (0,), (0,), (1, 1)]
+    assert [row.rollout_log_probs for row in made] == [(-1.0, -2.0), (0.0,), (0.0,), (-1.0, -2.0)]

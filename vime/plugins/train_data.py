@@ -11,6 +11,9 @@ from vime.rewards.values import Score, is_graded
 from vime.types import Sample, TokenScores, TrainSample
 
 REQUIRED = ("tokens", "response_lengths", "rewards")
+PLACE = (0, 0)
+"""Prompt and response of a row that has neither: the token that every vocabulary has."""
+
 OPTIONAL = (
     "loss_masks",
     "raw_reward",
@@ -33,7 +36,7 @@ def train_rows(answer: Any, samples: Sequence[Sample], score: Score = Sample.sco
             samples have it, if there is a row for each of them: indices, ``truncated``, ``train_metadata``, and where
             the response is the sample's too its loss mask, versions and log-probs (of engine and teacher). A sample
             that was removed or has no reward is not trained on then. Else a missing loss mask is all ones; a missing
-            raw reward is the reward.
+            raw reward is the reward. A row may have no response: it keeps its place and is not trained on.
         score: reads the reward of a sample.
 
     Raises:
@@ -45,6 +48,7 @@ def train_rows(answer: Any, samples: Sequence[Sample], score: Score = Sample.sco
         raise WrongAnswer(f"returned {count} rows for {len(samples)} samples; then it must give sample_indices too")
     columns = _of_samples(samples if count == len(samples) else [], columns, score) | columns
     columns.setdefault("loss_masks", [[1] * int(length) for length in columns["response_lengths"]])
+    _give_places(columns)
     columns["rewards"] = numbers(columns["rewards"], "rewards")
     columns["raw_reward"] = numbers(columns.get("raw_reward", columns["rewards"]), "raw_reward")
     _complete(columns, "rollout_log_probs")
@@ -53,6 +57,21 @@ def train_rows(answer: Any, samples: Sequence[Sample], score: Score = Sample.sco
     if len({row.index for row in rows}) != count:
         raise WrongAnswer("gave two rows the same sample index")
     return rows
+
+
+def _give_places(columns: dict[str, Any]) -> None:
+    """A row without a response, as of a sample that failed, keeps its place: its last token stands in, not trained."""
+    empty = [i for i, length in enumerate(columns["response_lengths"]) if int(length) == 0]
+    if not empty:
+        return
+    stand_ins = {"response_lengths": 1, "loss_masks": [0], "weight_versions": []}
+    stand_ins |= {"rollout_log_probs": None, "teacher_log_probs": None}
+    for name in ("tokens", *stand_ins.keys() & columns.keys()):
+        columns[name] = list(columns[name])
+    for i in empty:
+        columns["tokens"][i] = columns["tokens"][i] if len(columns["tokens"][i]) > 1 else PLACE
+        for name in stand_ins.keys() & columns.keys():
+            columns[name][i] = stand_ins[name]
 
 
 def _complete(columns: dict[str, Any], name: str) -> None:

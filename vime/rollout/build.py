@@ -46,7 +46,7 @@ from vime.rollout.hooks import (
 )
 from vime.rollout.manager import EvalMetrics, RolloutManager, RolloutMetrics
 from vime.rollout.runner import Gate, Generate, Rewarder, Runner
-from vime.rollout.sampling import Collected, InFlight, Judge, Sampler, keep_all
+from vime.rollout.sampling import Collected, InFlight, Judge, Sampler, keep_all, not_failed
 from vime.rollout.shaping import shape_rewards
 from vime.rollout.staleness import WeightHistory
 from vime.sandbox import SandboxError
@@ -258,10 +258,11 @@ def make_manager(
         hooks=[sample_hook(hook, args) for hook in hooks.all(contracts.ROLLOUT_SAMPLE_HOOK)],
         gate=gate,
         masks_continued=config.sampling.mask_offpolicy_in_partial_rollout,
+        requeues=config.sampling.max_sample_requeues if config.sampling.use_fault_tolerance else None,
     )
-    counts = hooks.get(contracts.DYNAMIC_SAMPLING_FILTER)
+    deadline = config.sampling.rollout_function_timeout_s
     return RolloutManager(
-        sampler=_sampler(config, prompts.source, runner, dynamic_filter(counts, args) if counts else keep_all),
+        sampler=_sampler(config, prompts.source, runner, _judge(config, hooks, args)),
         runner=runner,
         batch_size=config.rollout.rollout_batch_size,
         post_process=_post_process(config, hooks, args),
@@ -270,8 +271,10 @@ def make_manager(
         recorder=recorder,
         eval_sets=[_eval_set(config, dataset, source) for dataset, source in prompts.eval_sources],
         eval_metrics=_eval_metrics(hooks, args, history),
-        collect=custom_rollout(collect, args, prompts.source, multiple=multiple) if collect else None,
-        evaluate=custom_evaluation(evaluate, args, prompts.source) if evaluate else None,
+        collect=custom_rollout(collect, args, prompts.source, multiple=multiple, timeout_s=deadline)
+        if collect
+        else None,
+        evaluate=custom_evaluation(evaluate, args, prompts.source, timeout_s=deadline) if evaluate else None,
         sample_filter=sample_filter(removes, args) if removes else None,
         process_all=all_samples_process(processes, args, prompts.source) if processes else None,
         history=history,
@@ -295,6 +298,12 @@ def _sampler(config: Config, source: DataSource, runner: Runner, judge: Judge) -
         in_order=sampling.deterministic_rollout,
         max_refills=sampling.max_refill_rounds,
     )
+
+
+def _judge(config: Config, hooks: Hooks, args: Args) -> Judge:
+    custom = hooks.get(contracts.DYNAMIC_SAMPLING_FILTER)
+    counts = dynamic_filter(custom, args) if custom is not None else keep_all
+    return not_failed(counts) if config.sampling.use_fault_tolerance else counts
 
 
 def _in_flight(config: Config) -> InFlight:

@@ -21,7 +21,9 @@ from vime.plugins.answers import (
     taken_groups,
 )
 from vime.plugins.contract import WrongAnswer, read_nothing
+from vime.plugins.hook import HookError
 from vime.plugins.rollout_trials import request_params
+from vime.plugins.threads import in_thread
 from vime.plugins.train_data import train_rows
 from vime.plugins.trial import is_coroutine_function
 from vime.ports import DataSource
@@ -31,6 +33,8 @@ from vime.rollout.manager import Collect
 from vime.rollout.runner import Generate, SampleHook
 from vime.rollout.sampling import Collected, Judge
 from vime.types import Group, RolloutBatch, Sample, SamplingParams, TrainSample
+
+DAY_S = 86400.0
 
 
 def buffer_filter(hook: Hook, args: Any) -> BufferFilter:
@@ -117,7 +121,13 @@ def own_generate(usual: Generate, load: Callable[[str], Hook], args: Any) -> Gen
 
 
 def custom_rollout(
-    hook: Hook, args: Any, source: DataSource, *, generated: bool = True, multiple: int | None = None
+    hook: Hook,
+    args: Any,
+    source: DataSource,
+    *,
+    generated: bool = True,
+    multiple: int | None = None,
+    timeout_s: float = DAY_S,
 ) -> Collect:
     """``--rollout-function-path``: f(args, rollout_id, data_source, evaluation=False) → groups, or an object that has
     them as ``samples``. It may be a plain function; then it runs in a thread.
@@ -125,12 +135,15 @@ def custom_rollout(
     Args:
         generated: whether its samples must have responses; those of fine-tuning get them later.
         multiple: of how many samples it must make one; None: a custom conversion makes what is trained on.
+        timeout_s: deadline of a call.
     """
     read = functools.partial(groups_and_metrics, generated=generated, multiple=multiple)
 
     async def collect(rollout_id: int) -> Collected:
         about = f"rollout {rollout_id}"
-        groups, metrics = await _call(hook, args, rollout_id, source, evaluation=False, about=about, read=read)
+        groups, metrics = await _call(
+            hook, args, rollout_id, source, evaluation=False, about=about, read=read, timeout_s=timeout_s
+        )
         for sample in (sample for group in groups for sample in group):
             sample.rollout_id = rollout_id
         return Collected(groups=groups, metrics=metrics)
@@ -138,24 +151,36 @@ def custom_rollout(
     return collect
 
 
-def custom_evaluation(hook: Hook, args: Any, source: DataSource) -> Evaluate:
+def custom_evaluation(hook: Hook, args: Any, source: DataSource, *, timeout_s: float = DAY_S) -> Evaluate:
     """``--eval-function-path``: the same with evaluation=True → {name: {rewards, truncated, samples}}, or an object
     that has it as ``data``."""
 
     async def evaluate(rollout_id: int) -> Evaluated:
         about = f"the evaluation before rollout {rollout_id}"
         data, metrics = await _call(
-            hook, args, rollout_id, source, evaluation=True, about=about, read=eval_data_and_metrics
+            hook,
+            args,
+            rollout_id,
+            source,
+            evaluation=True,
+            about=about,
+            read=eval_data_and_metrics,
+            timeout_s=timeout_s,
         )
         return Evaluated(data=data, metrics=metrics)
 
     return evaluate
 
 
-async def _call(hook: Hook, *arguments: Any, **keywords: Any) -> Any:
-    if is_coroutine_function(hook.function):
-        return await hook.acall(*arguments, **keywords)
-    return await asyncio.to_thread(functools.partial(hook.call, *arguments, **keywords))
+async def _call(hook: Hook, *arguments: Any, about: str, timeout_s: float, **keywords: Any) -> Any:
+    try:
+        async with asyncio.timeout(timeout_s):
+            if is_coroutine_function(hook.function):
+                return await hook.acall(*arguments, about=about, **keywords)
+            return await in_thread(functools.partial(hook.call, *arguments, about=about, **keywords), name=hook.name)
+    except TimeoutError:
+        limit = f"--rollout-function-timeout-s {timeout_s:g}"
+        raise HookError(f"{hook.name}: did not return within {limit}, for {about}") from None
 
 
 def custom_post_process(hook: Hook, args: Any) -> Callable[[list[Sample]], tuple[list[float], list[float]]]:

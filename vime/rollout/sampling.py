@@ -23,7 +23,7 @@ from vime.data.codec import sample_from_json, sample_to_json
 from vime.errors import UserError
 from vime.plugins.answers import Kept
 from vime.ports import DataSource
-from vime.types import Group
+from vime.types import Group, Status
 
 RunGroup = Callable[[Group, int], Awaitable[Group]]
 """(group, rollout_id) → the group, generated and graded. It is filled in place, one finished stage after the other."""
@@ -40,6 +40,17 @@ MAX_REFILLS = 32
 def keep_all(group: Group) -> Kept:
     """The judge where no filter was given."""
     return Kept(keep=True)
+
+
+def not_failed(judge: Judge) -> Judge:
+    """Groups of which nothing is left but failures do not count either."""
+
+    def judged(group: Group) -> Kept:
+        if all(sample.status is Status.FAILED for sample in group):
+            return Kept(keep=False, reason="failed")
+        return judge(group)
+
+    return judged
 
 
 class InFlight(enum.Enum):

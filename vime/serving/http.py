@@ -9,11 +9,9 @@ from typing import Any
 import aiohttp
 import orjson
 
+from vime.errors import EngineError as EngineError
+
 SHOWN_BYTES = 500  # of an unexpected answer
-
-
-class EngineError(RuntimeError):
-    """An engine or the router did not do what it was asked. The message names it, the call and the reason."""
 
 
 class Unreachable(EngineError):

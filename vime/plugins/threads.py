@@ -1,0 +1,43 @@
+"""Users' plain functions that take long, in threads that hold nothing up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def in_thread(function: Callable[[], T], *, name: str) -> T:
+    """Runs the function in a daemon thread of its own, and gives up on it when cancelled.
+
+    A thread of an executor would be waited for at the end of the event loop and of the process: a function that does
+    not return would keep a failed run alive.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+
+    def settle(set_outcome: Callable[[], None]) -> None:
+        if not outcome.done():
+            set_outcome()
+
+    def tell(set_outcome: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+            loop.call_soon_threadsafe(settle, set_outcome)
+
+    def work() -> None:
+        try:
+            result = function()
+        except BaseException as error:
+            failure = error
+            tell(lambda: outcome.set_exception(failure))
+        else:
+            tell(lambda: outcome.set_result(result))
+
+    context = contextvars.copy_context()
+    threading.Thread(target=lambda: context.run(work), name=name, daemon=True).start()
+    return await outcome
