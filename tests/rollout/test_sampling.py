@@ -36,6 +36,30 @@ async def test_a_dropped_group_is_replaced_by_a_fresh_one():
     assert sorted(everything) == list(range(source.drawn)), "every group drawn is accounted for"
 
 
+async def test_a_checkpoint_in_the_middle_of_a_rollout_knows_what_was_dropped_by_then():
+    async def run(group: Group, rollout_id: int) -> Group:
+        await asyncio.sleep(0 if group[0].group_index < 2 else 60)
+        return group
+
+    def judge(group):
+        return Kept(keep=group[0].group_index != 1, reason="second")
+
+    source = FakeSource()
+    sampler = Sampler(source, run, batch_size=3, judge=judge)
+    collecting = asyncio.ensure_future(sampler.collect(0, 3))
+    await asyncio.sleep(0.01)
+    state = sampler.state_dict()
+    collecting.cancel()
+    await asyncio.gather(collecting, return_exceptions=True)
+
+    resumed = Sampler(source, finish_in_reverse, batch_size=3)
+    resumed.load_state_dict(state)
+    collected = await resumed.collect(0, 3)
+    assert 1 not in [group[0].group_index for group in collected.groups]
+    assert collected.metrics["rollout/groups/dropped/second"] == 1, "it is in no other rollout's metrics"
+    assert collected.metrics["rollout/groups/drawn"] == source.drawn
+
+
 async def test_a_failing_group_ends_the_loop_with_its_own_error_and_cancels_the_rest():
     cancelled = []
 

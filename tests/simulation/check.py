@@ -11,9 +11,9 @@ def check(seed: int, driver: type[Driver] = Driver) -> str | None:
     scenario = scenario_of(seed)
     outcome = simulate(scenario, driver)
     found = violations(outcome)
-    if not found and scenario.repeats_exactly and (outcome.lives > 1 or scenario.flags != scenario.plain().flags):
+    if not found and scenario.repeats_exactly and not scenario.is_plain:
         found = differences(outcome, simulate(scenario.plain(), driver))
     if not found:
         return None
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return f"seed {seed} ({scenario.mode}): {found[0]}{more}; python -m tests.simulation {seed} --trace"
+    return f"seed {seed} ({', '.join(scenario.features)}): {found[0]}{more}; python -m tests.simulation {seed} --trace"

@@ -246,10 +246,10 @@ class FakeClient:
     def _request(self, token_ids: Sequence[int], params: SamplingParams, identity: tuple[str, int, int]) -> Request:
         chance, (session, seed, attempt) = self._world.chance, identity
         assert params.seed is not None
-        long_tail = chance.fraction("length", session, seed) ** 4  # most are short, a few very long
+        long_tail = chance.fraction("length", session, seed) ** 3  # most are short, a few very long
         wanted = 1 + int(long_tail * 1.25 * params.max_tokens)
         slow = chance.hits(self._faults.stragglers, "straggler", session, seed, attempt)
-        pace = chance.pick((8, 12, 16), "pace", session, seed) * (32 if slow else 1) * TICK
+        pace = chance.pick((24, 48, 96), "pace", session, seed) * (16 if slow else 1) * TICK
         return Request(
             prefix=prefix_of(token_ids),
             seed=params.seed,

@@ -16,9 +16,9 @@ DEADLINE_S = 30.0
 
 
 def score_of(response: str, label: str) -> float:
-    """0 or 1. How often 1 depends on the prompt: of some all answers are right, of some all are wrong."""
-    difficulty = zlib.crc32(label.encode()) % 8  # 0: always wrong, 7: always right
-    return float(zlib.crc32(f"{label} {response}".encode()) % 7 < difficulty)
+    """0 or 1, each as often as the other for most prompts; but of some all answers are wrong, of some all are right."""
+    kind = zlib.crc32(label.encode()) % 8
+    return float(kind == 0 or (kind != 1 and zlib.crc32(f"{label} {response}".encode()) % 2))
 
 
 class FakeGraders:

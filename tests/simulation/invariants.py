@@ -5,7 +5,7 @@
 * A sample's prompt is that of its group, its tokens, log-probs and versions are those that an engine had, in one piece
   from the prompt to the end, and its reward is that of this very answer.
 * No trained token is older than the mode allows.
-* One version is one set of weights.
+* An evaluation is answered to the end, by one version, that of the moment.
 * The run ends, and leaves nothing running.
 """
 
@@ -25,7 +25,14 @@ def violations(outcome: Outcome) -> list[str]:
     """All that is wrong; empty for a run as it should be."""
     if outcome.problems:
         return outcome.problems
-    return [*_schedule(outcome), *_once(outcome), *_accounts(outcome), *_samples(outcome), *_staleness(outcome)]
+    return [
+        *_schedule(outcome),
+        *_once(outcome),
+        *_accounts(outcome),
+        *_samples(outcome),
+        *_staleness(outcome),
+        *_evaluations(outcome),
+    ]
 
 
 def _schedule(outcome: Outcome) -> Iterator[str]:
@@ -64,8 +71,8 @@ def _accounts(outcome: Outcome) -> Iterator[str]:
     counted = int(sum(metrics["rollout/groups/dropped"] for metrics in outcome.history.metrics))
     if len(missing) != counted:
         yield f"groups {sorted(missing)} are nowhere, and {counted} were counted as dropped"
-    if rollouts["trained"] != len(trained):
-        yield f"{rollouts['trained']} groups were counted as trained, and {len(trained)} were"
+    if rollouts["ledger"]["trained"] != len(trained):
+        yield f"{rollouts['ledger']['trained']} groups were counted as trained, and {len(trained)} were"
 
 
 def _samples(outcome: Outcome) -> Iterator[str]:
@@ -140,6 +147,16 @@ def _staleness(outcome: Outcome) -> Iterator[str]:
                     f"sample {sample.index} is {training.trainings - min(known)} trainings old in rollout "
                     f"{training.batch.rollout_id}, at most {bound} are allowed"
                 )
+
+
+def _evaluations(outcome: Outcome) -> Iterator[str]:
+    for evaluation in outcome.history.evaluations:
+        about = f"the evaluation before rollout {evaluation.rollout_id}"
+        if evaluation.unfinished:
+            yield f"{about} has {evaluation.unfinished} answers that are not whole"
+        if evaluation.versions != {evaluation.newest}:
+            versions = sorted(evaluation.versions)
+            yield f"{about} was answered by versions {versions}, and the engines had {evaluation.newest}"
 
 
 def differences(outcome: Outcome, unbroken: Outcome) -> list[str]:

@@ -8,7 +8,7 @@ import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from tests.simulation.engines import VOCABULARY, FakeClient, FakeEngine
 from tests.simulation.graders import FakeGraders
 from tests.simulation.scenario import Scenario
 from tests.simulation.trainer import Checkpoint, FakeCheckpoints, FakeSync, FakeTrainer
-from tests.simulation.world import Event, History, World
+from tests.simulation.world import Evaluation, Event, History, World
 from vime import async_loop, loop
 from vime.config import Config, parse_config
+from vime.config.eval_datasets import EvalDataset, eval_datasets
 from vime.data.chat import PromptEncoder
 from vime.data.jsonl import Keys
 from vime.data.source import PromptSource
@@ -34,6 +35,7 @@ from vime.types import Group, RolloutBatch, Sample, TrainResult, WeightVersion, 
 ENDS_AFTER_S = 20_000.0
 MOST_STEPS = 400_000
 MAX_CONTEXT = 64
+EVAL_SET = "last"
 
 
 @dataclass
@@ -160,11 +162,13 @@ class Driver:
             tokenizer=Tokenizer(),
             encoder=PromptEncoder(Tokenizer()),
             source=self.source,
-            eval_sources=(),
+            eval_sources=tuple((each, _eval_source(each)) for each in eval_datasets(config)),
             max_context=MAX_CONTEXT,
         )
         hub = make_hub(config, prompts, config.args, FakeGraders(self.world, self.scenario.faults))
-        rollouts = make_manager(config, prompts, config.args, self.generator(), hub, _NoRecorder(), self.versions)
+        rollouts = make_manager(
+            config, prompts, config.args, self.generator(), hub, _Recorder(self.world), self.versions
+        )
         self._rollouts = rollouts
         if "rollouts" in self._state:
             rollouts.load_state_dict(self._state["rollouts"])
@@ -174,6 +178,8 @@ class Driver:
             sync_interval=config.asynchrony.update_weights_interval,
             save_interval=config.checkpoint.save_interval,
             saves_at_end=True,
+            eval_interval=config.evaluation.eval_interval,
+            evaluates_first=config.evaluation.eval_interval is not None and self._start == 0,
         )
         report = _Report(self.world)
         self.world.tell("start", first=self._start)
@@ -205,6 +211,11 @@ def source_options(config: Config) -> dict[str, Any]:
         "seed": config.data.rollout_seed,
         "shuffle": config.data.rollout_shuffle,
     }
+
+
+def _eval_source(dataset: EvalDataset) -> PromptSource:
+    encoder, keys = PromptEncoder(Tokenizer()), Keys(label="label")
+    return PromptSource(dataset.path, encoder=encoder, keys=keys, n_samples=dataset.n_samples_per_eval_prompt)
 
 
 def make_source(scenario: Scenario) -> PromptSource:
@@ -242,10 +253,22 @@ class Tokenizer:
         return " ".join(map(str, token_ids))
 
 
-class _NoRecorder:
-    def log(self, metrics: Any, *, rollout_id: int, step: int) -> None: ...
+class _Recorder:
+    """Implements ``ports.Recorder``."""
 
-    def samples(self, rollout_id: int, samples: Sequence[Sample], *, name: str = "rollout") -> None: ...
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def log(self, metrics: Mapping[str, float], *, rollout_id: int, step: int) -> None: ...
+
+    def samples(self, rollout_id: int, samples: Sequence[Sample], *, name: str = "rollout") -> None:
+        history = self._world.history
+        if name.startswith("eval_"):
+            versions = frozenset(version for sample in samples for version in sample.weight_versions)
+            unfinished = sum(not sample.ended_well for sample in samples)
+            history.evaluations.append(
+                Evaluation(rollout_id=rollout_id, unfinished=unfinished, versions=versions, newest=max(history.syncs))
+            )
 
 
 class _Report:
@@ -259,7 +282,7 @@ class _Report:
         yield
 
     def evaluated(self, rollout_id: int, metrics: dict[str, float]) -> None:
-        self._world.history.evaluations.append((rollout_id, metrics))
+        self._world.tell("evaluated", rollout=rollout_id, score=metrics[f"eval/{EVAL_SET}"])
 
     def trained(self, batch: RolloutBatch, result: TrainResult) -> None:
         self._world.history.metrics.append(batch.metrics)
@@ -291,6 +314,7 @@ def config_of(scenario: Scenario) -> Config:
         --hf-checkpoint {folder} --prompt-data {folder}/prompts.jsonl@[0:{scenario.prompts}] --label-key label
         --rm-type math --save {folder}/save --actor-num-gpus-per-node 1 --rollout-num-gpus {scenario.engines}
         --num-rollout {scenario.rollouts} --rollout-seed {scenario.seed}
+        --eval-prompt-data {EVAL_SET} {folder}/prompts.jsonl@[58:]
     """.split()
     return parse_config([*words, *scenario.flags])
 

@@ -12,14 +12,15 @@ class Faults:
     """Probabilities, each of one request, grading or call, unless it says otherwise."""
 
     stragglers: float = 0.0
-    refused: float = 0.0
-    lost_replies: float = 0.0
     graders_slow: float = 0.0
     graders_hang: float = 0.0
     graders_fail: float = 0.0
-    control_fails: float = 0.0
-    engine_deaths: float = 0.0  # of one engine in one rollout
     driver_crashes: int = 0  # in a run
+    # what only a run with --use-fault-tolerance survives
+    refused: float = 0.0
+    lost_replies: float = 0.0
+    control_fails: float = 0.0
+    engine_deaths: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,63 +28,111 @@ class Scenario:
     """One run."""
 
     seed: int
-    mode: str
+    features: tuple[str, ...]
     flags: tuple[str, ...]  # beside those that every run has
     engines: int
     prompts: int
     rollouts: int
     faults: Faults
     max_staleness: int | None  # trainings between sampling and training of a token; None: no bound
-    repeats_exactly: bool  # it gives bit for bit what ``plain`` gives
+
+    @property
+    def repeats_exactly(self) -> bool:
+        """Whether it gives bit for bit what ``plain`` gives. What runs ahead must not choose its groups by when they
+        are finished: a checkpoint has those in flight as they were when they started."""
+        if "async without staleness" in self.features:
+            return not {"dynamic", "over-sampling"} & set(self.features)
+        return "sync" in self.features
 
     def plain(self) -> Scenario:
-        """The run that this one must equal where it ``repeats_exactly``: nothing crashes, nothing runs ahead."""
+        """The same run in a world where the driver does not crash and nothing runs ahead."""
         flags = tuple(word for word in self.flags if word != "--asynchronous")
         return replace(self, flags=flags, faults=replace(self.faults, driver_crashes=0))
 
+    @property
+    def is_plain(self) -> bool:
+        return self == self.plain()
 
-MODES = ("sync", "async", "async like sync")
+
+class _Dice:
+    """Draws for one seed; each draw has a name and does not depend on the others."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def fraction(self, what: str) -> float:
+        return derive_seed("scenario", self._seed, what) / 2**31
+
+    def between(self, low: int, high: int, what: str) -> int:
+        return low + derive_seed("scenario", self._seed, what) % (high - low + 1)
+
+    def rate(self, what: str, most: float) -> float:
+        """0 in half of the runs."""
+        return max(0.0, 2 * self.fraction(what) - 1) * most
+
+
+FEATURES = ("sync", "async", "async without staleness", "dynamic", "partial", "in order", "evaluation")
 
 
 def scenario_of(seed: int) -> Scenario:
-    """The run of a seed. Neighbouring seeds have different modes."""
+    """The run of a seed."""
+    dice = _Dice(seed)
+    batch = dice.between(2, 4, "batch")
+    features: list[str] = []
+    flags = [
+        f"--rollout-batch-size {batch} --n-samples-per-prompt {dice.between(2, 3, 'group')}",
+        f"--rollout-max-response-len {dice.between(8, 32, 'length')} --save-interval {dice.between(1, 3, 'save')}",
+    ]
 
-    def fraction(what: str) -> float:
-        return derive_seed("scenario", seed, what) / 2**31
+    def choose(feature: str, probability: float, words: str) -> bool:
+        chosen = dice.fraction(feature) < probability
+        if chosen:
+            features.append(feature)
+            flags.append(words)
+        return chosen
 
-    def between(low: int, high: int, what: str) -> int:
-        return low + derive_seed("scenario", seed, what) % (high - low + 1)
-
-    def often(what: str, at_most: float) -> float:
-        """Half of the runs do not have this fault at all."""
-        return max(0.0, 2 * fraction(what) - 1) * at_most
-
-    batch, group = between(2, 5, "batch"), between(2, 4, "group")
-    flags = [f"--rollout-batch-size {batch} --n-samples-per-prompt {group}"]
-    flags += [f"--rollout-max-response-len {between(8, 40, 'length')} --save-interval {between(1, 3, 'save')}"]
-    if fraction("shuffle") < 0.5:
-        flags += ["--rollout-shuffle"]
-    mode, staleness = MODES[seed % len(MODES)], 0
-    if mode == "async":
-        staleness = between(1, 3, "staleness")
-        flags += [f"--asynchronous --max-staleness {staleness}"]
-        flags += [f"--update-weights-interval {between(1, staleness + 1, 'interval')}"]
-    elif mode == "async like sync":
-        flags += ["--asynchronous --max-staleness 0"]
+    choose("shuffled", 0.5, "--rollout-shuffle")
+    choose("evaluation", 0.4, f"--eval-interval {dice.between(1, 3, 'eval')} --n-samples-per-eval-prompt 2")
+    choose("dynamic", 0.5, f"--dynamic-sampling-filter-path {FILTER}")
+    choose("over-sampling", 0.6, f"--over-sampling-batch-size {batch + dice.between(1, 3, 'over')}")
+    staleness: int | None = _loop(seed, dice, features, flags)
+    if "async" not in features and not choose("in order", 0.2, "--deterministic-rollout"):
+        partial = choose("partial", 0.6, "--partial-rollout")
+        if partial:
+            choose("masked", 0.4, "--mask-offpolicy-in-partial-rollout")
     return Scenario(
         seed=seed,
-        mode=mode,
+        features=tuple(features),
         flags=tuple(" ".join(flags).split()),
-        engines=between(1, 3, "engines"),
-        prompts=between(6, 30, "prompts"),
-        rollouts=between(3, 6, "rollouts"),
+        engines=dice.between(1, 3, "engines"),
+        prompts=dice.between(6, 30, "prompts"),
+        rollouts=dice.between(3, 5, "rollouts"),
         max_staleness=staleness,
-        repeats_exactly=mode != "async",
         faults=Faults(
-            stragglers=often("stragglers", 0.2),
-            graders_slow=often("graders slow", 0.2),
-            graders_hang=often("graders hang", 0.1),
-            graders_fail=often("graders fail", 0.1),
-            driver_crashes=between(0, 2, "crashes"),
+            stragglers=dice.rate("stragglers", 0.1),
+            graders_slow=dice.rate("graders slow", 0.1),
+            graders_hang=dice.rate("graders hang", 0.04),
+            graders_fail=dice.rate("graders fail", 0.1),
+            driver_crashes=dice.between(0, 2, "crashes"),
         ),
     )
+
+
+FILTER = "vime.rollout.filters.check_reward_nonzero_std"
+
+
+def _loop(seed: int, dice: _Dice, features: list[str], flags: list[str]) -> int | None:
+    """Neighbouring seeds have different loops. Returns how stale a trained token may be: groups that the synchronous
+    loop did not need are kept, however long they wait."""
+    kind = ("sync", "async", "async without staleness")[seed % 3]
+    features.append(kind)
+    if kind == "sync":
+        return None
+    if kind == "async without staleness":
+        flags.append("--asynchronous --max-staleness 0")
+        return None if {"dynamic", "over-sampling"} & set(features) else 0
+    staleness = dice.between(1, 3, "staleness")
+    flags.append(f"--asynchronous --max-staleness {staleness}")
+    flags.append(f"--update-weights-interval {dice.between(1, staleness + 1, 'interval')}")
+    selects = {"dynamic", "over-sampling"} & set(features)
+    return None if selects else staleness

@@ -15,7 +15,7 @@ from tests.simulation.bugs import BUGS
 from tests.simulation.check import check
 from tests.simulation.clock import Stopped, VirtualLoop
 from tests.simulation.run import Driver, simulate
-from tests.simulation.scenario import scenario_of
+from tests.simulation.scenario import FEATURES, scenario_of
 
 FEW, MANY = 100, 2000
 
@@ -33,11 +33,15 @@ def test_invariants_hold_in_two_thousand_worlds():
     assert failing(range(FEW, MANY)) == []
 
 
+def test_the_hundred_worlds_have_everything_in_them():
+    scenarios = [scenario_of(seed) for seed in range(FEW)]
+    assert set(FEATURES) <= {feature for scenario in scenarios for feature in scenario.features}
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found_within_two_hundred_worlds(bug: type[Driver]):
-    found = next((line for seed in range(200) if (line := check(seed, bug)) is not None), None)
-    assert found is not None
-    assert bug.told_as in found
+    lines = (check(seed, bug) for seed in range(200))
+    assert any(line is not None and bug.told_as in line for line in lines)
 
 
 def digest(seeds: range) -> str:

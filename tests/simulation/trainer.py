@@ -68,7 +68,9 @@ class FakeSync:
         self._world.tell("sync", version=version, weights=weights)
         await sync_engines(self.transfer(weights), self._client.engines, version, timeout_s=SYNC_TIMEOUT_S)  # type: ignore[arg-type]
         assert weights == self._trainer.weights, "the trainer learned while its weights travelled"
-        self._world.history.syncs[version] = Synced(weights=weights, trainings=self._trainer.trainings)
+        synced = Synced(weights=weights, trainings=self._trainer.trainings)
+        if self._world.history.syncs.setdefault(version, synced) != synced:
+            raise RuntimeError(f"version {version} is the name of two sets of weights")
         self.version = version
         self._world.tell("synced", version=version)
         return version

@@ -65,6 +65,16 @@ class Synced:
     trainings: int  # that had made them
 
 
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """One set, answered."""
+
+    rollout_id: int
+    unfinished: int  # samples without an answer, or with half of one
+    versions: frozenset[WeightVersion]  # of all its tokens
+    newest: WeightVersion  # what the engines had in the end
+
+
 @dataclass
 class History:
     """What happened so far that counts: after a crash of the driver, what had happened up to its last checkpoint."""
@@ -72,7 +82,7 @@ class History:
     trainings: list[Training] = field(default_factory=list)
     syncs: dict[WeightVersion, Synced] = field(default_factory=dict)
     metrics: list[dict[str, float]] = field(default_factory=list)  # of rollouts, in order
-    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
 
     def copy(self) -> History:
         return History(list(self.trainings), dict(self.syncs), list(self.metrics), list(self.evaluations))

@@ -106,7 +106,19 @@ class Ledger:
         return {f"rollout/groups/{name}": float(count) for name, count in counts.items()}
 
     def copy(self) -> Ledger:
-        return Ledger(drawn=self.drawn, trained=self.trained, returned=self.returned, dropped=Counter(self.dropped))
+        return Ledger.from_json(self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "drawn": self.drawn,
+            "trained": self.trained,
+            "returned": self.returned,
+            "dropped": dict(self.dropped),
+        }
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> Ledger:
+        return cls(**{**state, "dropped": Counter(state["dropped"])})
 
 
 @dataclass(eq=False, kw_only=True)
@@ -182,6 +194,7 @@ class Sampler:
         self._rollout: _Rollout | None = None
         self._changed = asyncio.Event()
         self.ledger = Ledger()
+        self._reported = self._reported_before = Ledger()  # the ledger after the last rollout, and after the one before
 
     async def collect(self, rollout_id: int, target: int) -> Collected:
         """``target`` groups that count. What one group raises ends the call, and all groups in flight, with it.
@@ -190,7 +203,6 @@ class Sampler:
             UserError: too few groups count, or the source has none.
         """
         assert self._rollout is None, "one rollout is collected at a time"
-        before = self.ledger.copy()
         self._rollout = rollout = _Rollout(number=rollout_id, target=target)
         try:
             self._changed.set()  # groups may have finished since the last rollout
@@ -206,7 +218,7 @@ class Sampler:
             raise
         finally:
             self._rollout = None
-        return self._collected(rollout, before)
+        return self._collected(rollout)
 
     def admission_changed(self) -> None:
         """``may_start`` may have another answer now."""
@@ -229,21 +241,15 @@ class Sampler:
         groups += [flight.group for flight in self._flights]
         return {
             "groups": [[sample_to_json(sample.copy()) for sample in group] for group in groups],
-            "drawn": self.ledger.drawn,
-            "trained": self.ledger.trained - len(untrained),
-            "returned": self.ledger.returned,
-            "dropped": dict(self.ledger.dropped),
+            "ledger": self.ledger.to_json() | {"trained": self.ledger.trained - len(untrained)},
+            "reported": (self._reported_before if untrained else self._reported).to_json(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where ``state`` was taken: groups that were in flight start first, with what they had."""
         self._restored = [[sample_from_json(record) for record in group] for group in state["groups"]]
-        self.ledger = Ledger(
-            drawn=state["drawn"],
-            trained=state["trained"],
-            returned=state["returned"],
-            dropped=Counter(state["dropped"]),
-        )
+        self.ledger = Ledger.from_json(state["ledger"])
+        self._reported = self._reported_before = Ledger.from_json(state["reported"])
 
     def _is_full(self, rollout: _Rollout) -> bool:
         return len(rollout.kept) == rollout.target or (rollout.short <= 0 and not self._flights and not self._restored)
@@ -299,7 +305,11 @@ class Sampler:
             rollout.kept.append(flight.group)
             return
         dropped = Dropped(group=flight.group, reason=verdict.reason or "unnamed")
-        (rollout.spare if verdict.keep_when_insufficient else rollout.dropped).append(dropped)
+        if verdict.keep_when_insufficient:
+            rollout.spare.append(dropped)
+        else:
+            rollout.dropped.append(dropped)
+            self.ledger.dropped[dropped.reason] += 1
 
     async def _settle(self, rollout_id: int) -> None:
         """Sees to the groups that the rollout does not need."""
@@ -330,16 +340,19 @@ class Sampler:
         self._source.add_samples(groups)
         self.ledger.returned += len(groups)
 
-    def _collected(self, rollout: _Rollout, before: Ledger) -> Collected:
+    def _collected(self, rollout: _Rollout) -> Collected:
         filled = rollout.target - len(rollout.kept)
         groups = rollout.kept + [spare.group for spare in rollout.spare[:filled]]
-        dropped = rollout.dropped + rollout.spare[filled:]
+        superfluous = rollout.spare[filled:]
+        dropped = rollout.dropped + superfluous
         for sample in itertools.chain.from_iterable(groups):
             sample.rollout_id = rollout.number
         self.ledger.trained += len(groups)
-        self.ledger.dropped.update(each.reason for each in dropped)
+        self.ledger.dropped.update(each.reason for each in superfluous)
         assert self.ledger.in_flight == len(self._flights) + len(self._restored), "a group is lost or counted twice"
-        return Collected(groups=sorted(groups, key=group_order), dropped=dropped, metrics=self.ledger.metrics(before))
+        metrics = self.ledger.metrics(self._reported)
+        self._reported_before, self._reported = self._reported, self.ledger.copy()
+        return Collected(groups=sorted(groups, key=group_order), dropped=dropped, metrics=metrics)
 
     def _too_few(self, rollout: _Rollout) -> str:
         reasons = Counter(each.reason for each in (*rollout.dropped, *rollout.spare))
