@@ -20,13 +20,13 @@ MAPS_PERIOD_S = 1.0
 
 
 class Run:
-    """One run of train.py; a context manager that leaves nothing running, whatever a test does."""
+    """One run of train.py, or of another script; a context manager that leaves nothing running, whatever a test does."""
 
-    def __init__(self, save: Path, *flags: str) -> None:
+    def __init__(self, save: Path, *flags: str, script: str = "train.py") -> None:
         self.save = save
         self.log = save.with_suffix(f".{time.monotonic_ns()}.log")
         self._shm = shared_memory()
-        command = [sys.executable, "train.py", *flags, "--save", str(save)]
+        command = [sys.executable, script, *flags, "--save", str(save)]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
