@@ -1,4 +1,4 @@
-"""Starts ``train.py`` as a user would, and looks at what it leaves behind."""
+"""Starts ``train.py`` or ``train_async.py`` as a user would, and looks at what it leaves behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAPS_PERIOD_S = 1.0
 
 
 class Run:
-    """One run of train.py, or of another script; a context manager that leaves nothing running, whatever a test does."""
+    """One run of a script; a context manager that leaves nothing running, whatever a test does."""
 
     def __init__(self, save: Path, *flags: str, script: str = "train.py") -> None:
         self.save = save
