@@ -159,6 +159,32 @@ class Sample:
         values = ((each.name, getattr(self, each.name)) for each in fields(self))
         return Sample(**{name: value if name in shared else _copied(value) for name, value in values})
 
+    def restarted(self) -> Sample:
+        """The same prompt, for an answer of its own: nothing of the present one is left."""
+        fresh = replace(
+            self.copy(),
+            tokens=self.tokens[: self.prompt_length],
+            response="",
+            response_length=0,
+            reward=None,
+            grade=None,
+            loss_mask=None,
+            rollout_log_probs=None,
+            teacher_log_probs=None,
+            weight_versions=[],
+            status=Status.PENDING,
+            remove_sample=False,
+        )
+        fresh.metadata.pop("start_rollout_id", None)
+        return fresh
+
+    @property
+    def trained_versions(self) -> list[WeightVersion]:
+        """Of the weights that sampled the tokens with a loss; nothing where versions are not known."""
+        if self.loss_mask is None:
+            return self.weight_versions
+        return [version for version, trained in zip(self.weight_versions, self.loss_mask, strict=False) if trained]
+
     @property
     def prompt_length(self) -> int:
         return len(self.tokens) - self.response_length

@@ -15,7 +15,7 @@ from vime.types import Sample, SamplingParams, Status
 PROMPT = [1, 2, 3]
 
 
-def make(generator=None, rewarder=None, *, concurrency=4, eval_sets=(), source=None, max_staleness=0):
+def make(generator=None, rewarder=None, *, concurrency=4, eval_sets=(), source=None, bound=None, **sampling):
     generator = generator or FakeGenerator()
     single = SingleTurn(generator, lambda prompt: PROMPT, lambda ids: " ".join(map(str, ids)), max_context=64)
 
@@ -25,7 +25,9 @@ def make(generator=None, rewarder=None, *, concurrency=4, eval_sets=(), source=N
     recorder = FakeRecorder()
     runner = Runner(generate, rewarder or FakeRewarder(), seed=42, concurrency=concurrency)
     params = SamplingParams(max_tokens=8)
-    sampler = Sampler(source or FakeSource(n=4), lambda group, k: runner.run(group, k, params), batch_size=3)
+    sampler = Sampler(
+        source or FakeSource(n=4), lambda group, k: runner.run(group, k, params), **{"batch_size": 3} | sampling
+    )
     manager = RolloutManager(
         sampler=sampler,
         runner=runner,
@@ -34,7 +36,7 @@ def make(generator=None, rewarder=None, *, concurrency=4, eval_sets=(), source=N
         metrics=lambda rollout_id, collected, seconds: {"rollout/groups": float(len(collected.groups))},
         recorder=recorder,
         eval_sets=eval_sets,
-        max_staleness=max_staleness,
+        bound=bound,
     )
     return manager, generator, recorder
 

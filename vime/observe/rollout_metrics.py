@@ -98,9 +98,10 @@ def _versions(samples: Sequence[Sample], staleness_of: Callable[[WeightVersion],
         "rollout/mixed_version_ratio": mean([float(len(set(sample.weight_versions)) > 1) for sample in samples]),
     }
     if staleness_of is not None:
-        ages = {version: staleness_of(version) for version in counts}
-        metrics["rollout/staleness/mean"] = sum(ages[v] * n for v, n in counts.items()) / counts.total()
-        metrics["rollout/staleness/max"] = float(max(ages.values()))
+        trained = Counter(itertools.chain.from_iterable(sample.trained_versions for sample in samples))
+        ages = {version: staleness_of(version) for version in trained}
+        metrics["rollout/staleness/mean"] = sum(ages[v] * n for v, n in trained.items()) / max(trained.total(), 1)
+        metrics["rollout/staleness/max"] = float(max(ages.values(), default=0))
     return metrics
 
 

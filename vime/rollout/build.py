@@ -48,7 +48,7 @@ from vime.rollout.manager import EvalMetrics, RolloutManager, RolloutMetrics
 from vime.rollout.runner import Gate, Generate, Rewarder, Runner
 from vime.rollout.sampling import Collected, InFlight, Judge, Sampler, keep_all, not_failed
 from vime.rollout.shaping import shape_rewards
-from vime.rollout.staleness import WeightHistory
+from vime.rollout.staleness import StalenessBound, WeightHistory, drop_metrics
 from vime.sandbox import SandboxError
 from vime.types import Group, Sample, SamplingParams
 
@@ -261,8 +261,9 @@ def make_manager(
         requeues=config.sampling.max_sample_requeues if config.sampling.use_fault_tolerance else None,
     )
     deadline = config.sampling.rollout_function_timeout_s
+    bound = staleness_bound(config, history)
     return RolloutManager(
-        sampler=_sampler(config, prompts.source, runner, _judge(config, hooks, args)),
+        sampler=_sampler(config, prompts.source, runner, _judge(config, hooks, args), bound),
         runner=runner,
         batch_size=config.rollout.rollout_batch_size,
         post_process=_post_process(config, hooks, args),
@@ -277,12 +278,23 @@ def make_manager(
         evaluate=custom_evaluation(evaluate, args, prompts.source, timeout_s=deadline) if evaluate else None,
         sample_filter=sample_filter(removes, args) if removes else None,
         process_all=all_samples_process(processes, args, prompts.source) if processes else None,
-        history=history,
-        max_staleness=config.asynchrony.max_staleness,
+        bound=bound,
     )
 
 
-def _sampler(config: Config, source: DataSource, runner: Runner, judge: Judge) -> Sampler:
+def staleness_bound(config: Config, history: WeightHistory) -> StalenessBound:
+    """How far sampling may run ahead of training."""
+    asynchrony = config.asynchrony
+    return StalenessBound(
+        history=history,
+        max_staleness=asynchrony.max_staleness,
+        policy=asynchrony.staleness_policy,
+        batch_size=config.rollout.rollout_batch_size,
+        runs_ahead=asynchrony.runs_ahead,
+    )
+
+
+def _sampler(config: Config, source: DataSource, runner: Runner, judge: Judge, bound: StalenessBound) -> Sampler:
     sampling, params = config.sampling, sampling_params(config)
 
     async def run(group: Group, rollout_id: int) -> Group:
@@ -297,6 +309,7 @@ def _sampler(config: Config, source: DataSource, runner: Runner, judge: Judge) -
         halt=runner.halt,
         in_order=sampling.deterministic_rollout,
         max_refills=sampling.max_refill_rounds,
+        pace=bound,
     )
 
 
@@ -307,6 +320,8 @@ def _judge(config: Config, hooks: Hooks, args: Args) -> Judge:
 
 
 def _in_flight(config: Config) -> InFlight:
+    if config.asynchrony.runs_ahead:
+        return InFlight.LEAVE
     if config.sampling.deterministic_rollout:
         return InFlight.FINISH
     return InFlight.ABORT if config.sampling.partial_rollout else InFlight.RESTART
@@ -381,6 +396,8 @@ def _rollout_metrics(config: Config, hooks: Hooks, args: Args, history: WeightHi
         )
         if config.ops.log_passrate:
             found |= pass_rates(groups, score)
+        if config.asynchrony.staleness_policy == "drop":
+            found |= drop_metrics(groups, collected.late)
         samples = [sample for group in groups for sample in group]
         if config.ops.log_multi_turn:
             found |= multi_turn_metrics(samples)

@@ -12,7 +12,7 @@ from vime.rollout.conversion import Convert, PostProcess, to_rollout_batch
 from vime.rollout.evaluation import EvalSet, Evaluate, Evaluated, eval_metrics
 from vime.rollout.runner import Runner
 from vime.rollout.sampling import Collected, Sampler, group_order
-from vime.rollout.staleness import WeightHistory
+from vime.rollout.staleness import StalenessBound
 from vime.rollout.tasks import together
 from vime.types import Group, RolloutBatch, WeightVersion
 
@@ -37,8 +37,7 @@ class RolloutManager:
         sample_filter: called with the closed groups; marks samples by ``remove_sample``.
         process_all: called afterwards with all groups that were finished, dropped ones too, in the order of their
             prompts.
-        history: of the weights that the engines had; it is told of each sync.
-        max_staleness: how many trainings a rollout that is begun early may lag behind the one that uses it.
+        bound: how stale samples may be; its history of the engines' weights is told of each sync.
     """
 
     def __init__(
@@ -57,8 +56,7 @@ class RolloutManager:
         evaluate: Evaluate | None = None,
         sample_filter: Callable[[list[Group]], None] | None = None,
         process_all: Callable[[int, list[Group]], None] | None = None,
-        history: WeightHistory | None = None,
-        max_staleness: int = 0,
+        bound: StalenessBound | None = None,
     ) -> None:
         self._sampler = sampler
         self._runner = runner
@@ -73,8 +71,7 @@ class RolloutManager:
         self._evaluate = evaluate or self._evaluate_sets
         self._sample_filter = sample_filter
         self._process_all = process_all
-        self._history = history or WeightHistory()
-        self._max_staleness = max_staleness
+        self._bound = bound or StalenessBound()
         self._ahead: asyncio.Task[tuple[Collected, float]] | None = None
 
     def begin(self, rollout_id: int) -> None:
@@ -83,7 +80,7 @@ class RolloutManager:
         self._ahead = asyncio.ensure_future(self._when_admitted(rollout_id))
 
     async def _when_admitted(self, rollout_id: int) -> tuple[Collected, float]:
-        await self._history.until(lambda: rollout_id - self._history.trainings <= self._max_staleness)
+        await self._bound.admits(rollout_id)
         return await self._timed(rollout_id)
 
     async def _timed(self, rollout_id: int) -> tuple[Collected, float]:
@@ -94,7 +91,8 @@ class RolloutManager:
         return collected, clock() - begin
 
     def synced(self, version: WeightVersion, trainings: int) -> None:
-        self._history.synced(version, trainings)
+        self._bound.history.synced(version, trainings)
+        self._sampler.admission_changed()
 
     async def close(self) -> None:
         """Ends what was begun and not asked for, and what is in flight."""
@@ -108,7 +106,8 @@ class RolloutManager:
         ahead, self._ahead = self._ahead, None
         collected, seconds = await (ahead or self._timed(rollout_id))
         groups = collected.groups
-        metrics = self._metrics(rollout_id, collected, seconds)
+        masked = self._bound.mask(groups, rollout_id)
+        metrics = self._metrics(rollout_id, collected, seconds) | masked
         if self._sample_filter is not None:
             self._sample_filter(groups)
         if self._process_all is not None:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import enum
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from vime.data.codec import sample_from_json, sample_to_json
 from vime.errors import UserError
@@ -53,6 +54,41 @@ def not_failed(judge: Judge) -> Judge:
     return judged
 
 
+class Pace(Protocol):
+    """How far sampling may run ahead of training: every group is to be trained by its deadline."""
+
+    def may_start(self, rollout_id: int, claimed: int) -> int:
+        """How many more groups may start, where so many have a place in this rollout or in later ones."""
+
+    def deadline(self, group: Group) -> int:
+        """The last rollout that may use a group which starts now."""
+
+    def has_room(self, rollout_id: int, places: int, deadlines: Sequence[int]) -> bool:
+        """Whether groups of these deadlines will be in time where so many places of this rollout are left."""
+
+    def is_late(self, group: Group, rollout_id: int) -> bool:
+        """Whether a finished group must not be used any more, but be sampled anew."""
+
+
+class Unhurried:
+    """Implements ``Pace`` where sampling and training take turns."""
+
+    def may_start(self, rollout_id: int, claimed: int) -> int:
+        return sys.maxsize
+
+    def deadline(self, group: Group) -> int:
+        return sys.maxsize
+
+    def has_room(self, rollout_id: int, places: int, deadlines: Sequence[int]) -> bool:
+        return True
+
+    def is_late(self, group: Group, rollout_id: int) -> bool:
+        return False
+
+
+UNHURRIED = Unhurried()
+
+
 class InFlight(enum.Enum):
     """What becomes of groups that are still in flight when a rollout has all it needs."""
 
@@ -76,6 +112,7 @@ class Collected:
 
     groups: list[Group]
     dropped: Sequence[Dropped] = ()
+    late: Sequence[Group] = ()  # finished too, but too late to be used; their prompts went back to the source
     metrics: Mapping[str, float] = field(default_factory=dict)  # beside those that are made from the groups
 
 
@@ -128,6 +165,7 @@ class _Flight:
     origin: Group  # its samples as they were drawn
     group: Group  # its samples as they are now
     task: asyncio.Future[Group]
+    deadline: int  # the last rollout that may use it
 
     @property
     def is_generated(self) -> bool:
@@ -145,6 +183,7 @@ class _Rollout:
     kept: list[Group] = field(default_factory=list)
     spare: list[Dropped] = field(default_factory=list)  # may fill the batch when too few are kept
     dropped: list[Dropped] = field(default_factory=list)
+    late: list[Group] = field(default_factory=list)  # went back to be sampled anew
 
     @property
     def short(self) -> int:
@@ -158,13 +197,14 @@ class Sampler:
     Args:
         source: where groups come from, and where unfinished ones and surplus ones go back.
         run: generates and grades one group.
-        batch_size: how many groups are drawn at a time; with ``LEAVE`` how many are kept in flight.
+        batch_size: how many groups are drawn at a time, or kept in flight.
         judge: whether a finished group counts; one that does not is replaced.
         in_flight: what becomes of groups that a rollout does not wait for.
         halt: how ``ABORT`` and ``RESTART`` end generation.
         in_order: groups are judged in the order in which they were drawn.
         max_refills: how many more batches a rollout may draw because of groups that do not count.
-        may_start: how many of that many further groups may start now; ``admission_changed`` asks again.
+        pace: how far sampling may run ahead of training; ``admission_changed`` asks again.
+        continuous: ``batch_size`` groups are kept in flight, also where this rollout needs fewer.
     """
 
     def __init__(
@@ -178,7 +218,8 @@ class Sampler:
         halt: Halt = lambda: nullcontext(),
         in_order: bool = False,
         max_refills: int = MAX_REFILLS,
-        may_start: Callable[[int], int] = lambda wanted: wanted,
+        pace: Pace = UNHURRIED,
+        continuous: bool = False,
     ) -> None:
         self._source = source
         self._run = run
@@ -188,7 +229,8 @@ class Sampler:
         self._halt = halt
         self._in_order = in_order
         self._max_refills = max_refills
-        self._may_start = may_start
+        self._pace = pace
+        self._continuous = continuous
         self._flights: list[_Flight] = []  # in the order in which they were drawn
         self._restored: list[Group] = []  # of a checkpoint: in flight, but not started yet
         self._rollout: _Rollout | None = None
@@ -210,7 +252,7 @@ class Sampler:
                 self._fill(rollout)
                 await self._changed.wait()
                 self._changed.clear()
-                for flight in itertools.takewhile(lambda _: not self._is_full(rollout), self._landed()):
+                for flight in itertools.takewhile(lambda each: self._may_take(each, rollout), self._landed()):
                     self._close(flight, rollout)
             await self._settle(rollout_id)
         except BaseException:
@@ -221,7 +263,7 @@ class Sampler:
         return self._collected(rollout)
 
     def admission_changed(self) -> None:
-        """``may_start`` may have another answer now."""
+        """The pace may have other answers now."""
         self._changed.set()
 
     async def close(self) -> None:
@@ -257,7 +299,7 @@ class Sampler:
     def _fill(self, rollout: _Rollout) -> None:
         """Starts as many groups as the rollout needs and admission allows."""
         waiting = len(self._flights) + len(self._restored)
-        if self._in_flight is InFlight.LEAVE:
+        if self._continuous:
             wanted = self._batch_size - waiting
         else:
             wanted = self._batch_size if rollout.short > waiting else 0
@@ -266,8 +308,8 @@ class Sampler:
             if waiting == 0:
                 raise UserError(self._too_few(rollout))
             wanted = 0
-        startable = max(wanted, 0) + len(self._restored)
-        for group in self._draw(self._may_start(startable) if startable else 0, rollout):
+        allowed = self._pace.may_start(rollout.number, len(rollout.kept) + len(self._flights))
+        for group in self._draw(min(max(wanted, 0) + len(self._restored), max(allowed, 0)), rollout):
             self._start(group, rollout.number)
 
     def _draw(self, count: int, rollout: _Rollout) -> list[Group]:
@@ -287,19 +329,30 @@ class Sampler:
         now = list(group)
         task = asyncio.ensure_future(self._run(now, rollout_id))
         task.add_done_callback(lambda _: self._changed.set())
-        self._flights.append(_Flight(origin=group, group=now, task=task))
+        self._flights.append(_Flight(origin=group, group=now, task=task, deadline=self._pace.deadline(group)))
 
     def _landed(self) -> list[_Flight]:
-        """The finished groups that may be judged; raises what a group raised."""
-        done = [flight for flight in self._flights if flight.task.done()]
+        """The finished groups that may be judged, the most urgent first; raises what a group raised."""
+        done = sorted((flight for flight in self._flights if flight.task.done()), key=lambda each: each.deadline)
         for flight in done:
             flight.group = flight.task.result()
         if self._in_order:
             return list(itertools.takewhile(lambda flight: flight.task.done(), self._flights))
         return done
 
+    def _may_take(self, flight: _Flight, rollout: _Rollout) -> bool:
+        """Whether there is a place, and all others are in time without it. The oldest need not ask."""
+        if self._is_full(rollout):
+            return False
+        others = [each.deadline for each in self._flights if each is not flight]
+        is_oldest = flight.deadline <= min(others, default=flight.deadline)
+        return is_oldest or self._pace.has_room(rollout.number, rollout.target - len(rollout.kept) - 1, others)
+
     def _close(self, flight: _Flight, rollout: _Rollout) -> None:
         self._flights.remove(flight)
+        if self._pace.is_late(flight.group, rollout.number):
+            self._send_back(flight, rollout)
+            return
         verdict = self._judge(flight.group)
         if verdict.keep:
             rollout.kept.append(flight.group)
@@ -308,8 +361,20 @@ class Sampler:
         if verdict.keep_when_insufficient:
             rollout.spare.append(dropped)
         else:
-            rollout.dropped.append(dropped)
-            self.ledger.dropped[dropped.reason] += 1
+            self._drop(dropped, rollout)
+
+    def _drop(self, dropped: Dropped, rollout: _Rollout) -> None:
+        rollout.dropped.append(dropped)
+        self.ledger.dropped[dropped.reason] += 1
+
+    def _send_back(self, flight: _Flight, rollout: _Rollout) -> None:
+        """Its prompt is answered anew, unless it stands for a sample of which only children are left."""
+        if any(sample.parent_index is not None for sample in flight.origin):
+            self._drop(Dropped(group=flight.group, reason="stale"), rollout)
+            return
+        rollout.late.append(flight.group)
+        self._source.add_samples([[sample.restarted() for sample in flight.origin]])
+        self.ledger.returned += 1
 
     async def _settle(self, rollout_id: int) -> None:
         """Sees to the groups that the rollout does not need."""
@@ -352,10 +417,11 @@ class Sampler:
         assert self.ledger.in_flight == len(self._flights) + len(self._restored), "a group is lost or counted twice"
         metrics = self.ledger.metrics(self._reported)
         self._reported_before, self._reported = self._reported, self.ledger.copy()
-        return Collected(groups=sorted(groups, key=group_order), dropped=dropped, metrics=metrics)
+        return Collected(groups=sorted(groups, key=group_order), dropped=dropped, late=rollout.late, metrics=metrics)
 
     def _too_few(self, rollout: _Rollout) -> str:
         reasons = Counter(each.reason for each in (*rollout.dropped, *rollout.spare))
+        reasons.update({"stale": len(rollout.late)} if rollout.late else {})
         fell = ", ".join(f"{count} fell because {reason}" for reason, count in reasons.most_common())
         return (
             f"rollout {rollout.number}: {sum(reasons.values()) + len(rollout.kept)} groups were generated and "

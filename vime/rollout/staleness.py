@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from vime.types import Sample, WeightVersion
+from vime.types import Group, Sample, WeightVersion, mean
 
-__all__ = ["WeightHistory", "oldest_version"]
+__all__ = ["Policy", "StalenessBound", "WeightHistory", "drop_metrics", "in_time"]
+
+Policy = Literal["wait", "drop", "mask"]
 
 KEPT = 1024
 """Syncs that are remembered; a group that is older than so many is as stale as can be."""
@@ -54,8 +58,8 @@ class WeightHistory:
 
     def staleness(self, sample: Sample, rollout_id: int) -> int:
         """Of a sample that training ``rollout_id`` uses. 0 where nothing says which weights sampled it."""
-        oldest = oldest_version(sample)
-        return 0 if oldest is None else rollout_id - self.trainings_of(oldest)
+        versions = sample.trained_versions
+        return rollout_id - self.trainings_of(min(versions)) if versions else 0
 
     async def until(self, happened: Callable[[], bool]) -> None:
         """Returns when the condition holds; it is looked at now and after each sync."""
@@ -69,7 +73,91 @@ class WeightHistory:
         self._versions, self._trainings = list(state["versions"]), list(state["trainings"])
 
 
-def oldest_version(sample: Sample) -> WeightVersion | None:
-    """Of its trained tokens; None where there are none, or nothing is known of them."""
-    mask = sample.loss_mask if sample.loss_mask is not None else [1] * len(sample.weight_versions)
-    return min((v for v, trained in zip(sample.weight_versions, mask, strict=True) if trained), default=None)
+@dataclass(frozen=True, kw_only=True)
+class StalenessBound:
+    """Implements ``sampling.Pace``: no training uses a token that is staler than allowed.
+
+    A group starts only if it would be trained in time, were groups trained in the order in which they start. So many
+    are under way at most, whatever the policy:
+
+        (trainings of the engines' weights + max_staleness + 1 - rollout) * batch_size
+
+    Groups differ in how long they take, and later ones may overtake. What then holds the bound is the policy: ``wait``
+    lets a group overtake only while those that it leaves behind are still in time, so that a rollout waits for a
+    straggler when it must; ``drop`` and ``mask`` wait for none, and see to what has become too stale.
+
+    Args:
+        batch_size: groups of a rollout.
+        runs_ahead: whether sampling goes on while weights change. Where it does not, groups start as they like, and
+            only ``drop`` and ``mask`` have an effect, on what an earlier rollout left unfinished.
+    """
+
+    history: WeightHistory = field(default_factory=WeightHistory)
+    max_staleness: int = 0
+    policy: Policy = "wait"
+    batch_size: int = 1
+    runs_ahead: bool = False
+
+    async def admits(self, rollout_id: int) -> None:
+        """Returns when what the engines would sample now is new enough for that rollout."""
+        await self.history.until(lambda: rollout_id - self.history.trainings <= self.max_staleness)
+
+    def may_start(self, rollout_id: int, claimed: int) -> int:
+        if not self.runs_ahead:
+            return sys.maxsize
+        rollouts = self.history.trainings + self.max_staleness + 1 - rollout_id
+        return rollouts * self.batch_size - claimed
+
+    def deadline(self, group: Group) -> int:
+        if not self.runs_ahead:
+            return sys.maxsize
+        versions = [version for sample in group for version in sample.trained_versions]
+        return self.history.trainings_of(min(versions, default=self.history.version)) + self.max_staleness
+
+    def has_room(self, rollout_id: int, places: int, deadlines: Sequence[int]) -> bool:
+        return not self.runs_ahead or self.policy != "wait" or in_time(deadlines, rollout_id, places, self.batch_size)
+
+    def is_late(self, group: Group, rollout_id: int) -> bool:
+        return self.policy == "drop" and any(self._is_stale(sample, rollout_id) for sample in group)
+
+    def mask(self, groups: Iterable[Group], rollout_id: int) -> dict[str, float]:
+        """Takes stale tokens out of the loss, with ``mask``; returns metrics."""
+        if self.policy != "mask":
+            return {}
+        masks = [self._mask(sample, rollout_id) for group in groups for sample in group]
+        trained = sum(before for before, _ in masks)
+        return {"rollout/staleness/masked_ratio": sum(stale for _, stale in masks) / max(trained, 1)}
+
+    def _mask(self, sample: Sample, rollout_id: int) -> tuple[int, int]:
+        """Returns how many tokens were trained, and how many of them were stale."""
+        before = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+        if not self._is_stale(sample, rollout_id):
+            return sum(before), 0
+        oldest = rollout_id - self.max_staleness  # trainings
+        sample.loss_mask = [
+            int(trained and self.history.trainings_of(version) >= oldest)
+            for trained, version in zip(before, sample.weight_versions, strict=True)
+        ]
+        return sum(before), sum(before) - sum(sample.loss_mask)
+
+    def _is_stale(self, sample: Sample, rollout_id: int) -> bool:
+        return self.history.staleness(sample, rollout_id) > self.max_staleness
+
+
+def in_time(deadlines: Sequence[int], rollout_id: int, places: int, batch_size: int) -> bool:
+    """Whether every group can be trained by its deadline: the earliest first, ``places`` of them in this rollout and
+    ``batch_size`` in each later one. (No other order does better: Jackson's rule.)"""
+    return all(
+        rollout_id + (max(number - places, -1) // batch_size) + 1 <= deadline
+        for number, deadline in enumerate(sorted(deadlines))
+    )
+
+
+def drop_metrics(kept: Sequence[Group], late: Sequence[Group]) -> dict[str, float]:
+    """How many came too late, and how much longer they are than those that did not: what is left is biased against long
+    responses by so much."""
+    metrics = {"rollout/staleness/dropped_ratio": len(late) / max(len(kept) + len(late), 1)}
+    in_time, too_late = ([s.response_length for group in groups for s in group] for groups in (kept, late))
+    if sum(in_time) and too_late:
+        metrics["rollout/staleness/dropped_length_ratio"] = mean(too_late) / mean(in_time)
+    return metrics

@@ -25,3 +25,8 @@ class Asynchrony:
         "one. drop: its prompt goes back and is sampled anew. mask: its stale tokens are not trained.",
     )
     update_weights_interval: int = flag(1, help="The engines get new weights after every so many rollouts.")
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether sampling goes on while weights change."""
+        return self.asynchronous and self.max_staleness > 0
