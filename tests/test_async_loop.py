@@ -12,6 +12,8 @@ from tests.rollout.fakes import FakeGenerator
 from tests.rollout.test_manager import make
 from vime import async_loop, loop
 from vime.loop import Schedule
+from vime.rollout.sampling import InFlight
+from vime.rollout.staleness import StalenessBound
 from vime.types import RolloutBatch, TrainResult
 
 
@@ -85,6 +87,14 @@ async def test_weights_go_out_at_an_interval_and_in_the_end():
     ]
 
 
+def bounded(generator: FakeGenerator, max_staleness: int, **options):  # type: ignore[no-untyped-def]
+    """A manager of rollouts of 3 groups of 4 samples, as a run with that bound has it."""
+    ahead = max_staleness > 0
+    bound = StalenessBound(max_staleness=max_staleness, batch_size=3, runs_ahead=ahead)
+    in_flight = InFlight.LEAVE if ahead else InFlight.RESTART
+    return make(generator, bound=bound, pace=bound, in_flight=in_flight, **options)[0]
+
+
 class Slow(World):
     """A trainer and a weight sync that take time and tell the generator."""
 
@@ -106,11 +116,11 @@ class Slow(World):
 
 @pytest.mark.parametrize(
     ("max_staleness", "asked"),
-    [(0, [0, 0, 0]), (1, [12, 12, 0])],  # 3 groups of 4 samples a rollout
+    [(0, [0, 0, 0]), (1, [12, 12, 0])],
 )
 async def test_how_far_it_runs_ahead_is_the_bound_of_staleness(max_staleness, asked):
     generator = FakeGenerator()
-    manager, _, _ = make(generator, concurrency=12, max_staleness=max_staleness)
+    manager = bounded(generator, max_staleness, concurrency=12)
     slow = Slow(generator, 0.1)
     said = await run(async_loop.train, Schedule(start=0, stop=3), rollouts=manager, actor=slow, weights=slow)
     assert said == [] and slow.asked_while_training == asked
@@ -120,7 +130,7 @@ async def test_without_staleness_it_makes_the_numbers_of_the_synchronous_loop():
     batches = {}
     for name, train in (("async", async_loop.train), ("sync", loop.train)):
         generator = FakeGenerator()
-        manager, _, _ = make(generator, max_staleness=0)
+        manager = bounded(generator, 0)
         slow = Slow(generator, 0.0)
         taken: list[RolloutBatch] = []
 
@@ -141,13 +151,13 @@ async def test_what_the_early_rollout_raises_the_loop_raises():
                 raise RuntimeError("no engine is left")
             return await super().generate(token_ids, params, session_id=session_id)
 
-    manager, _, _ = make(Broken(), max_staleness=1)
+    manager = bounded(Broken(), 1)
     with pytest.raises(RuntimeError, match="no engine is left"):
         await run(async_loop.train, Schedule(start=0, stop=3), rollouts=manager)
 
 
 async def test_a_rollout_that_nobody_asks_for_ends_with_the_manager():
-    manager, _, _ = make(max_staleness=1)
+    manager = bounded(FakeGenerator(), 1)
     manager.begin(1)
     await asyncio.sleep(0)
     await manager.close()
