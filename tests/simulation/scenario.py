@@ -71,7 +71,16 @@ class _Dice:
         return max(0.0, 2 * self.fraction(what) - 1) * most
 
 
-FEATURES = ("sync", "async", "async without staleness", "dynamic", "partial", "in order", "evaluation")
+FEATURES = (
+    "sync",
+    "async",
+    "async without staleness",
+    "dynamic",
+    "partial",
+    "in order",
+    "evaluation",
+    "fault tolerant",
+)
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -100,6 +109,7 @@ def scenario_of(seed: int) -> Scenario:
         partial = choose("partial", 0.6, "--partial-rollout")
         if partial:
             choose("masked", 0.4, "--mask-offpolicy-in-partial-rollout")
+    tolerant = choose("fault tolerant", 0.5, "--use-fault-tolerance")
     return Scenario(
         seed=seed,
         features=tuple(features),
@@ -114,6 +124,8 @@ def scenario_of(seed: int) -> Scenario:
             graders_hang=dice.rate("graders hang", 0.04),
             graders_fail=dice.rate("graders fail", 0.1),
             driver_crashes=dice.between(0, 2, "crashes"),
+            refused=dice.rate("refused", 0.1) * tolerant,
+            lost_replies=dice.rate("lost replies", 0.02) * tolerant,
         ),
     )
 

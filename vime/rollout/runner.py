@@ -144,8 +144,7 @@ class Runner:
         async with self._engines:
             self._halted = True
             try:
-                if self._gate is not None:
-                    await self._gate.close()
+                await self._abort()
                 if self._calls:
                     await asyncio.wait(self._calls, timeout=GRACE_S)
                 yield
@@ -153,6 +152,16 @@ class Runner:
                 self._halted = False
                 if self._gate is not None:
                     self._gate.open()
+
+    async def _abort(self) -> None:
+        """An engine that is lost, or an answer that is, ends a run only where nothing of the kind is tolerated."""
+        try:
+            if self._gate is not None:
+                await self._gate.close()
+        except EngineError as error:
+            if self._requeues is None:
+                raise
+            logger.warning("what did not end when it was aborted goes on from what it was before: %s", error)
 
     def pop_metrics(self) -> dict[str, float]:
         """What happened to samples since the last call."""
