@@ -408,16 +408,17 @@ class Sampler:
     def _collected(self, rollout: _Rollout) -> Collected:
         filled = rollout.target - len(rollout.kept)
         groups = rollout.kept + [spare.group for spare in rollout.spare[:filled]]
-        superfluous = rollout.spare[filled:]
-        dropped = rollout.dropped + superfluous
-        for sample in itertools.chain.from_iterable(groups):
+        for spare in rollout.spare[filled:]:
+            self._drop(spare, rollout)
+        for sample in itertools.chain.from_iterable([*groups, *(each.group for each in rollout.dropped)]):
             sample.rollout_id = rollout.number
         self.ledger.trained += len(groups)
-        self.ledger.dropped.update(each.reason for each in superfluous)
         assert self.ledger.in_flight == len(self._flights) + len(self._restored), "a group is lost or counted twice"
         metrics = self.ledger.metrics(self._reported)
         self._reported_before, self._reported = self._reported, self.ledger.copy()
-        return Collected(groups=sorted(groups, key=group_order), dropped=dropped, late=rollout.late, metrics=metrics)
+        return Collected(
+            groups=sorted(groups, key=group_order), dropped=rollout.dropped, late=rollout.late, metrics=metrics
+        )
 
     def _too_few(self, rollout: _Rollout) -> str:
         reasons = Counter(each.reason for each in (*rollout.dropped, *rollout.spare))

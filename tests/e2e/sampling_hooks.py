@@ -1,0 +1,35 @@
+"""Functions that watch a sampling loop: what it finished, and what it took up again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vime.data.codec import sample_to_json
+from vime.types import Group, Sample
+
+
+async def parity(args: Any, sample: Sample) -> float:
+    """A coin that depends on the answer alone, so that groups of two have no signal half of the time."""
+    return float(sum(map(ord, sample.response)) % 2)
+
+
+def note_buffer(args: Any, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
+    """Takes the groups that have waited longest, and notes what waited."""
+    note(args, "buffer.jsonl", buffer)
+    taken = buffer[:num_samples]
+    del buffer[:num_samples]
+    return taken
+
+
+def note_finished(args: Any, all_samples: list[Group], data_source: Any) -> None:
+    """Notes all finished groups of a rollout."""
+    note(args, "finished.jsonl", all_samples)
+
+
+def note(args: Any, name: str, groups: list[Group]) -> None:
+    """Adds a line."""
+    line = json.dumps([[sample_to_json(sample) for sample in group] for group in groups])
+    with (Path(args.run_dir) / name).open("a") as file:
+        file.write(line + "\n")
