@@ -10,6 +10,7 @@ import pytest
 from vime.algorithms import advantages
 from vime.config import parse_config, resolve
 from vime.config.rules.batches import nearest_divisors
+from vime.config.sections.reward import RM_TYPES
 
 
 def said(words: list[str]) -> tuple[str, ...]:
@@ -220,6 +221,7 @@ RULES = {
     "--rollout-max-context-len 200 --rollout-max-prompt-len 200": (
         "--rollout-max-prompt-len 200 must be at most 199: the longest context is 200, with one token to answer"
     ),
+    "--eval-max-context-len 2000": "--eval-max-context-len 2000 is more than the model's context, which is 1024",
     "--rollout-max-context-len 2000": "--rollout-max-context-len 2000 is more than the model's context, which is 1024",
 }
 
@@ -254,6 +256,43 @@ def test_evaluation_file(flags, tmp_path):
     path.write_text("eval:\n  datasets:\n    - name: a\n")
     (message,) = said(flags("--eval-interval", "1", "--eval-config", str(path)))
     assert message == f"--eval-config {path}: eval.datasets[0]: path is missing"
+
+
+def test_a_run_of_evaluations_alone_leaves_the_first_not_out(flags, prompt_file):
+    words = ["--num-rollout", "0", "--eval-interval", "1", "--eval-prompt-data", "a", str(prompt_file)]
+    assert said(flags(*words)) == ()
+    assert said(flags(*words, "--skip-eval-before-train")) == (
+        "--num-rollout 0 only evaluates: leave --skip-eval-before-train out",
+    )
+
+
+WRONG_SETS = {
+    "temperatur: 1": "eval.datasets[0]: temperatur is unknown; did you mean temperature?",
+    "temperature: warm": "eval.datasets[0]: temperature expects a number, not 'warm'",
+    "max_response_len: 1.5": "eval.datasets[0]: max_response_len expects a whole number, not 1.5",
+    "max_response_len: null": "eval.datasets[0]: max_response_len expects a whole number, not None",
+    "rm_type: maths": f"eval.datasets[0]: rm_type expects one of {', '.join(RM_TYPES)}, not 'maths'",
+    "stop: {a: b}": "eval.datasets[0]: stop expects one or more values, each a text, not {'a': 'b'}",
+    "metadata_overrides: [1]": "eval.datasets[0]: metadata_overrides expects a JSON object, e.g. '{\"key\": 1}', "
+    "not [1]",
+    "rm_type: math, custom_rm_path: a.b": "eval.datasets[0]: rm_type has no effect beside custom_rm_path, which grades "
+    "every answer",
+    "temperature: -1": "a: temperature must be at least 0, not -1.0",
+    "n_samples_per_eval_prompt: 0": "a: n_samples_per_eval_prompt must be at least 1, not 0",
+    "top_k: 0": "a: top_k must be at least 1, or -1 for all tokens, not 0",
+    "rm_type: remote_rm": "a: rm_type remote_rm needs --rm-url: the address of the reward service",
+    "rm_type: math, group_rm: true": "a: group_rm needs custom_rm_path: only a custom function can grade a whole group",
+    "rm_type: math, label_key: null": "a: rm_type math compares with a label: give label_key",
+}
+
+
+@pytest.mark.parametrize("entry", list(WRONG_SETS))
+def test_what_a_set_of_the_evaluation_file_says_is_checked(flags, tmp_path, prompt_file, entry):
+    path = tmp_path / "eval.yaml"
+    path.write_text(f"eval:\n  datasets:\n    - {{name: a, path: {prompt_file}, {entry}}}\n")
+    assert said(flags("--eval-interval", "1", "--eval-config", str(path))) == (
+        f"--eval-config {path}: {WRONG_SETS[entry]}",
+    )
 
 
 def test_files_of_the_evaluation_file(flags, tmp_path, prompt_file):

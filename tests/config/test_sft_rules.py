@@ -72,9 +72,9 @@ def test_rules_of_reinforcement_learning_are_silent_about_what_has_no_effect(sft
 
 
 def test_the_context_of_an_engine_that_is_not_started_leaves_no_dialogue_out(sft) -> None:
-    from vime.rollout.build import max_context_of
+    from vime.rollout.limits import max_context_of
 
-    assert max_context_of(sft("--vllm-max-model-len", "8").config) == max_context_of(sft().config) > 8
+    assert max_context_of(sft("--vllm-max-model-len", "8").config, None) == max_context_of(sft().config, None) > 8
 
 
 def test_slots_of_engines_are_ignored(sft) -> None:

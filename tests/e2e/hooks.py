@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-from vime.types import Sample
+from examples.plugins.generate import text_of, tools
+from vime.rollout.generate import append
+from vime.types import Sample, SamplingParams
 
 
 async def short_words(args: Any, sample: Sample) -> float:
@@ -15,3 +18,15 @@ async def short_words(args: Any, sample: Sample) -> float:
 async def broken(args: Any, sample: Sample) -> float:
     """Fails on every sample."""
     raise RuntimeError("the reward service is down")
+
+
+async def one_or_two(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """Two answers to every other prompt's draw, as if an agent had made two samples of one."""
+    tokenizer, client = tools(args.hf_checkpoint, args.vllm_router_ip, args.vllm_router_port)
+    children = [copy.deepcopy(sample) for _ in range(1 + (sample.index or 0) % 2)]
+    for number, child in enumerate(children):
+        child.tokens = tokenizer.encode(text_of(child, tokenizer), add_special_tokens=False)
+        params = SamplingParams(**(sampling_params | {"seed": sampling_params["seed"] + number}))
+        append(child, await client.generate(child.tokens, params, session_id=str(child.session_id)))
+        child.response = tokenizer.decode(child.tokens[child.prompt_length :], skip_special_tokens=True)
+    return children

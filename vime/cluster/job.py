@@ -99,7 +99,7 @@ class Job(TrainingJob):
             version=self._saved_version() - 1,
         )
         self.rollouts = self._manager = make_manager(
-            config, self._prompts, args, self._client, rewarder, self._record.recorder, self._history
+            config, self._prompts, args, self._client, self._hub, self._record.recorder, self._history, rewarder
         )
         if self._state.get("rollouts") is not None:
             self._manager.load_state_dict(self._state["rollouts"])

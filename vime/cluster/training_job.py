@@ -99,18 +99,18 @@ class TrainingJob(ABC):
         return int(self._state.get("weight_version", 1))
 
     def _make_schedule(self) -> Schedule:
-        config = self._config
+        config, evaluation = self._config, self._config.evaluation
         return Schedule(
             start=self._start,
             stop=self._num_rollout,
             sync_interval=config.asynchrony.update_weights_interval,
             save_interval=config.checkpoint.save_interval,
             saves_at_end=config.checkpoint.save is not None,
-            eval_interval=config.evaluation.eval_interval,
+            eval_interval=evaluation.eval_interval,
             evaluates_first=(
-                config.evaluation.eval_interval is not None
-                and self._start == 0
-                and not config.evaluation.skip_eval_before_train
+                evaluation.eval_interval is not None
+                and (self._start == 0 or self._num_rollout == 0)  # a checkpoint may be there to be evaluated
+                and not evaluation.skip_eval_before_train
             ),
         )
 

@@ -11,13 +11,15 @@ The file overrides the flags set by set::
           n_samples_per_eval_prompt: 16
           temperature: 0.6
 
-What neither a set nor the defaults say is as the ``--eval-*`` flags say, which in turn are as in rollouts.
+What neither a set nor the defaults say is as the ``--eval-*`` flags say, which in turn are as in rollouts. The fields
+of ``EvalDataset`` are all that can be said.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,7 @@ from typing import Any
 import yaml
 
 from vime.config.config import Config
+from vime.config.kinds import Kind, kind_of
 from vime.config.sections.reward import RM_TYPES
 from vime.errors import UserError
 
@@ -41,13 +44,25 @@ class EvalDataset:
     top_k: int
     max_response_len: int
     min_new_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
     max_prompt_len: int | None
+    max_context_len: int | None
     input_key: str
     label_key: str | None
-    rm_type: str | None
+    metadata_key: str
+    tool_key: str
+    metadata_overrides: Mapping[str, Any]  # go into the metadata of every row, over what it has under the same names
+    rm_type: str | None  # where a set says it, custom_rm_path of the flags or defaults does not grade it
+    custom_rm_path: str | None
+    group_rm: bool
+    reward_key: str | None
+    custom_generate_function_path: str | None  # null: as without any
 
-
-NUMBERS = {"int": (int,), "float": (int, float)}
+    @property
+    def grader(self) -> str | None:
+        """The built-in grader that answers meet, unless their row names another; None: a custom function grades."""
+        return self.rm_type if self.custom_rm_path is None else None
 
 
 def eval_datasets(config: Config) -> tuple[EvalDataset, ...]:
@@ -59,7 +74,7 @@ def eval_datasets(config: Config) -> tuple[EvalDataset, ...]:
     flags = _from_flags(config)
     sets = [EvalDataset(name=name, path=path, **flags) for name, path in config.evaluation.eval_prompt_data]
     if config.evaluation.eval_config is not None:
-        sets += _from_file(config, config.evaluation.eval_config, flags)
+        sets += _from_file(config.evaluation.eval_config, flags)
     names = [each.name for each in sets]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -68,7 +83,13 @@ def eval_datasets(config: Config) -> tuple[EvalDataset, ...]:
 
 
 def _from_flags(config: Config) -> dict[str, Any]:
-    evaluation = config.evaluation
+    evaluation, rollout, data, reward, hooks = (
+        config.evaluation,
+        config.rollout,
+        config.data,
+        config.reward,
+        config.hooks,
+    )
     return {
         "n_samples_per_eval_prompt": evaluation.n_samples_per_eval_prompt,
         "temperature": evaluation.eval_temperature,
@@ -76,14 +97,24 @@ def _from_flags(config: Config) -> dict[str, Any]:
         "top_k": evaluation.eval_top_k,
         "max_response_len": evaluation.eval_max_response_len,
         "min_new_tokens": evaluation.eval_min_new_tokens,
+        "stop": rollout.rollout_stop,
+        "stop_token_ids": rollout.rollout_stop_token_ids,
         "max_prompt_len": evaluation.eval_max_prompt_len,
+        "max_context_len": evaluation.eval_max_context_len,
         "input_key": evaluation.eval_input_key,
         "label_key": evaluation.eval_label_key,
-        "rm_type": config.reward.rm_type,
+        "metadata_key": data.metadata_key,
+        "tool_key": data.tool_key,
+        "metadata_overrides": {},
+        "rm_type": reward.rm_type,
+        "custom_rm_path": hooks.custom_rm_path,
+        "group_rm": reward.group_rm,
+        "reward_key": reward.eval_reward_key,
+        "custom_generate_function_path": hooks.custom_generate_function_path,
     }
 
 
-def _from_file(config: Config, path: str, flags: Mapping[str, Any]) -> list[EvalDataset]:
+def _from_file(path: str, flags: Mapping[str, Any]) -> list[EvalDataset]:
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file)
@@ -99,9 +130,7 @@ def _from_file(config: Config, path: str, flags: Mapping[str, Any]) -> list[Eval
     sets = []
     for number, entry in enumerate(body["datasets"]):
         where = f"--eval-config {path}: eval.datasets[{number}]"
-        values = {**flags, **defaults, **_checked(where, entry)}
-        if config.hooks.custom_rm_path is not None and "rm_type" in {**defaults, **entry}:
-            raise UserError(f"{where}: rm_type has no effect beside --custom-rm-path, which grades every answer")
+        values = _over(_over(flags, defaults), _checked(where, entry))
         missing = [key for key in ("name", "path") if key not in values]
         if missing:
             raise UserError(f"{where}: {missing[0]} is missing")
@@ -109,19 +138,42 @@ def _from_file(config: Config, path: str, flags: Mapping[str, Any]) -> list[Eval
     return sets
 
 
+def _over(values: Mapping[str, Any], special: Mapping[str, Any]) -> dict[str, Any]:
+    """``special`` over ``values``. Who names a grader wants it, whatever graded before."""
+    graded = {"custom_rm_path": None, "group_rm": False} if special.get("rm_type") is not None else {}
+    return {**values, **graded, **special}
+
+
 def _checked(where: str, entry: Any) -> dict[str, Any]:
+    """The entry with its values as the fields want them."""
     if not isinstance(entry, dict):
         raise UserError(f"{where}: expected names and values, found {entry!r}")
-    kinds = {item.name: str(item.type) for item in dataclasses.fields(EvalDataset)}
-    for key, value in entry.items():
-        if key not in kinds:
-            near = difflib.get_close_matches(str(key), kinds, n=1)
+    values = {}
+    for key, raw in entry.items():
+        if key not in _KINDS:
+            near = difflib.get_close_matches(str(key), _KINDS, n=1)
             raise UserError(f"{where}: {key} is unknown" + (f"; did you mean {near[0]}?" if near else ""))
-        kind, _, optional = kinds[key].partition(" | ")
-        if optional and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, NUMBERS.get(kind, (str,))):
-            raise UserError(f"{where}: {key} must be {'a text' if kind == 'str' else f'a {kind}'}, not {value!r}")
-    if entry.get("rm_type") not in (None, *RM_TYPES):
-        raise UserError(f"{where}: rm_type {entry['rm_type']!r} is unknown; there are {', '.join(RM_TYPES)}")
-    return dict(entry)
+        values[key] = _converted(f"{where}: {key}", raw, _KINDS[key])
+    if values.get("rm_type") is not None and values.get("custom_rm_path") is not None:
+        raise UserError(f"{where}: rm_type has no effect beside custom_rm_path, which grades every answer")
+    return values
+
+
+def _converted(where: str, raw: Any, kind: Kind) -> Any:
+    if raw is None and kind.optional:
+        return None
+    try:
+        return kind.convert(raw)
+    except (ValueError, TypeError):
+        raise UserError(f"{where} expects {kind.expected}, not {raw!r}") from None
+
+
+def _kinds() -> dict[str, Kind]:
+    hints = typing.get_type_hints(EvalDataset)
+    choices = {"rm_type": RM_TYPES}
+    return {
+        each.name: kind_of(hints[each.name], choices.get(each.name, ())) for each in dataclasses.fields(EvalDataset)
+    }
+
+
+_KINDS = _kinds()

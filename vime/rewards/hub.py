@@ -71,6 +71,12 @@ class RewardHub:
         if settings.rm_type is not None:
             registry.check(settings.rm_type)
 
+    def sharing(self, settings: RewardSettings, custom_rm: Hook | None) -> RewardHub:
+        """Another one, of a set of prompts that is graded in its own way, over the same pool and service."""
+        return RewardHub(
+            settings, self._pool, args=self._args, custom_rm=custom_rm, resolve=self._resolve, remote=self._remote
+        )
+
     @property
     def by_group(self) -> bool:
         """Whether ``reward_group`` must be called instead of ``reward``."""

@@ -9,17 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from vime.config import Args, Config
-from vime.config.eval_datasets import EvalDataset, eval_datasets
+from vime.config.eval_datasets import eval_datasets
 from vime.config.flags import option
-from vime.config.kinds import human_int
 from vime.data.chat import PromptEncoder
-from vime.data.jsonl import Keys
 from vime.data.source import PromptSource, encoder_of, pop_first
 from vime.data.tokenizer import load_tokenizer
 from vime.errors import UserError
-from vime.models import load_shape
 from vime.observe.rollout_metrics import multi_turn_metrics, pass_rates, rollout_metrics
-from vime.plugins import Hooks, resolve_hooks
+from vime.plugins import Hook, Hooks, resolve_hooks
 from vime.plugins import rollout as contracts
 from vime.plugins.catalog import load_hook, log_file
 from vime.ports import DataSource, Generator, GraderPool, Recorder, Teacher
@@ -28,7 +25,8 @@ from vime.rewards.hub import RewardHub
 from vime.rewards.pool import GraderProcessPool
 from vime.rollout.conversion import Convert, PostProcess, to_rollout_batch
 from vime.rollout.distillation import Taught, Unrewarded
-from vime.rollout.evaluation import EvalSet, Evaluated, eval_metrics, version_metrics
+from vime.rollout.eval_sets import EvalInput, load_eval_inputs, make_eval_set
+from vime.rollout.evaluation import Evaluated, eval_metrics, version_metrics
 from vime.rollout.generate import SingleTurn
 from vime.rollout.hooks import (
     CustomSource,
@@ -44,6 +42,7 @@ from vime.rollout.hooks import (
     sample_filter,
     sample_hook,
 )
+from vime.rollout.limits import max_context_of
 from vime.rollout.manager import EvalMetrics, RolloutManager, RolloutMetrics
 from vime.rollout.runner import Gate, Generate, Rewarder, Runner
 from vime.rollout.sampling import Collected, InFlight, Judge, Sampler, keep_all, not_failed
@@ -61,7 +60,7 @@ class Prompts:
     tokenizer: Any
     encoder: PromptEncoder
     source: DataSource
-    eval_sources: tuple[tuple[EvalDataset, PromptSource], ...]
+    eval_sources: tuple[EvalInput, ...]
     max_context: int  # tokens of prompt and response together
 
     def probe_prompt(self) -> list[int]:
@@ -98,7 +97,7 @@ def load_prompts(config: Config) -> Prompts:
         UserError: a file, row, tokenizer or function cannot be used; one line each.
     """
     hooks = resolve_hooks(config)
-    max_context = max_context_of(config)
+    max_context = max_context_of(config, config.rollout.rollout_max_context_len)
     config = _with_prompt_limit(config, max_context)
     checkpoint = config.checkpoint
     tokenizer = load_tokenizer(checkpoint.hf_checkpoint, trust_remote_code=checkpoint.trust_remote_code)
@@ -111,15 +110,12 @@ def load_prompts(config: Config) -> Prompts:
             config, encoder, buffer_filter=buffer_filter(own_order, config.args) if own_order else pop_first
         )
     )
-    graded_by_rule = hooks.get(contracts.CUSTOM_RM) is None
     return Prompts(
         hooks=hooks,
         tokenizer=tokenizer,
         encoder=encoder,
         source=source,
-        eval_sources=tuple(
-            (each, _eval_source(each, config, encoder, graded_by_rule)) for each in eval_datasets(config)
-        ),
+        eval_sources=load_eval_inputs(config, hooks, tokenizer),
         max_context=max_context,
     )
 
@@ -133,41 +129,8 @@ def _group_size(config: Config, hooks: Hooks) -> int | None:
 def _with_prompt_limit(config: Config, max_context: int) -> Config:
     """Prompts that leave no room for a response are dropped at the start, with a count, instead of failing later."""
     limit = max_context - 1
-    data, evaluation = config.data, config.evaluation
-    return dataclasses.replace(
-        config,
-        data=dataclasses.replace(data, rollout_max_prompt_len=min(data.rollout_max_prompt_len or limit, limit)),
-        evaluation=dataclasses.replace(
-            evaluation, eval_max_prompt_len=min(evaluation.eval_max_prompt_len or limit, limit)
-        ),
-    )
-
-
-def _eval_source(dataset: EvalDataset, config: Config, encoder: PromptEncoder, graded_by_rule: bool) -> PromptSource:
-    keys = Keys(
-        input=dataset.input_key, label=dataset.label_key, metadata=config.data.metadata_key, tools=config.data.tool_key
-    )
-    return PromptSource(
-        dataset.path,
-        encoder=encoder,
-        keys=keys,
-        n_samples=dataset.n_samples_per_eval_prompt,
-        seed=config.data.rollout_seed,
-        max_prompt_len=dataset.max_prompt_len,
-        needs_label=graded_by_rule and dataset.rm_type is not None and registry.needs_label(dataset.rm_type),
-        skip_bad_rows=config.data.skip_bad_rows,
-    )
-
-
-def max_context_of(config: Config) -> int:
-    """The smallest of what the model, the engine (where there is one) and the user allow."""
-    given = None if config.algorithm.is_sft else config.vllm.get("max_model_len")
-    limits = [
-        load_shape(config.checkpoint.hf_checkpoint).max_position_embeddings,
-        config.rollout.rollout_max_context_len,
-        human_int(given) if given is not None else None,
-    ]
-    return min(limit for limit in limits if limit is not None)
+    wanted = config.data.rollout_max_prompt_len or limit
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, rollout_max_prompt_len=min(wanted, limit)))
 
 
 def make_pool(config: Config) -> GraderProcessPool:
@@ -226,40 +189,45 @@ def make_manager(
     prompts: Prompts,
     args: Args,
     generator: Generator,
-    rewarder: Rewarder,
+    hub: RewardHub,
     recorder: Recorder,
     history: WeightHistory,
+    rewarder: Rewarder | None = None,
 ) -> RolloutManager:
     """The manager of rollouts over engines that run already.
 
     Args:
         args: the flat view with the run-time values (address of the router) that users' functions get; here the engines
             and the length of their context are added.
+        hub: grades evaluations, and rollouts unless there is a ``rewarder``.
         history: of the engines' weights, also of those before a resume.
     """
     hooks = prompts.hooks
-    log = log_file(config)
     gate = Gate(generator)
     args = args.extended(generator=gate, max_context_tokens=prompts.max_context)
-    generate = own_generate(
-        _generate(prompts, args, gate),
-        lambda path: load_hook(path, "custom_generate_function_path of a sample", contracts.CUSTOM_GENERATE, log),
-        args,
-    )
-    concurrency = config.engine.vllm_server_concurrency * max(config.cluster.num_engines, 1)
+
+    def own(path: str) -> Hook:
+        flag = "custom_generate_function_path of a sample"
+        return load_hook(path, flag, contracts.CUSTOM_GENERATE, log_file(config))
+
+    def make_runner(custom: Hook | None, max_context: int, rewarder: Rewarder) -> Runner:
+        own_args = args.extended(max_context_tokens=max_context)
+        usual = custom_generate(custom, own_args) if custom else _single_turn(prompts, args, gate, max_context)
+        return Runner(
+            own_generate(usual, own, own_args),
+            rewarder,
+            seed=config.data.rollout_seed,
+            concurrency=config.engine.vllm_server_concurrency * max(config.cluster.num_engines, 1),
+            hooks=[sample_hook(hook, args) for hook in hooks.all(contracts.ROLLOUT_SAMPLE_HOOK)],
+            gate=gate,
+            masks_continued=config.sampling.mask_offpolicy_in_partial_rollout,
+            requeues=config.sampling.max_sample_requeues if config.sampling.use_fault_tolerance else None,
+        )
+
+    runner = make_runner(hooks.get(contracts.CUSTOM_GENERATE), prompts.max_context, rewarder or hub)
     collect, evaluate = hooks.get(contracts.ROLLOUT_FUNCTION), hooks.get(contracts.EVAL_FUNCTION)
     multiple = None if hooks.get(contracts.CUSTOM_CONVERT_SAMPLES) else config.batch.global_batch_size
     removes, processes = hooks.get(contracts.ROLLOUT_SAMPLE_FILTER), hooks.get(contracts.ROLLOUT_ALL_SAMPLES_PROCESS)
-    runner = Runner(
-        generate,
-        rewarder,
-        seed=config.data.rollout_seed,
-        concurrency=concurrency,
-        hooks=[sample_hook(hook, args) for hook in hooks.all(contracts.ROLLOUT_SAMPLE_HOOK)],
-        gate=gate,
-        masks_continued=config.sampling.mask_offpolicy_in_partial_rollout,
-        requeues=config.sampling.max_sample_requeues if config.sampling.use_fault_tolerance else None,
-    )
     deadline = config.sampling.rollout_function_timeout_s
     bound = staleness_bound(config, history)
     return RolloutManager(
@@ -270,7 +238,16 @@ def make_manager(
         convert=_convert(config, hooks, args),
         metrics=_rollout_metrics(config, hooks, args, history),
         recorder=recorder,
-        eval_sets=[_eval_set(config, dataset, source) for dataset, source in prompts.eval_sources],
+        eval_sets=[
+            make_eval_set(
+                each,
+                config,
+                sampling_params(config),
+                hub,
+                functools.partial(make_runner, each.custom_generate, each.max_context),
+            )
+            for each in prompts.eval_sources
+        ],
         eval_metrics=_eval_metrics(hooks, args, history),
         collect=custom_rollout(collect, args, prompts.source, multiple=multiple, timeout_s=deadline)
         if collect
@@ -327,10 +304,8 @@ def _in_flight(config: Config) -> InFlight:
     return InFlight.ABORT if config.sampling.partial_rollout else InFlight.RESTART
 
 
-def _generate(prompts: Prompts, args: Args, generator: Generator) -> Generate:
-    custom = prompts.hooks.get(contracts.CUSTOM_GENERATE)
-    if custom is not None:
-        return custom_generate(custom, args)
+def _single_turn(prompts: Prompts, args: Args, generator: Generator, max_context: int) -> Generate:
+    """The default generate function."""
     tokenizer, skip = prompts.tokenizer, args.rollout_skip_special_tokens
 
     def decode(token_ids: Sequence[int]) -> str:
@@ -339,7 +314,7 @@ def _generate(prompts: Prompts, args: Args, generator: Generator) -> Generate:
         text: str = tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=skip)
         return text
 
-    single_turn = SingleTurn(generator, prompts.encoder.encode, decode, prompts.max_context)
+    single_turn = SingleTurn(generator, prompts.encoder.encode, decode, max_context)
 
     async def generate(sample: Sample, params: SamplingParams, evaluation: bool) -> list[Sample]:
         return [await single_turn(sample, params)]
@@ -359,26 +334,6 @@ def sampling_params(config: Config) -> SamplingParams:
         stop_token_ids=rollout.rollout_stop_token_ids,
         skip_special_tokens=rollout.rollout_skip_special_tokens,
     )
-
-
-def _eval_set(config: Config, dataset: EvalDataset, source: PromptSource) -> EvalSet:
-    def groups() -> list[Group]:
-        fresh = source.once_each()
-        for sample in (sample for group in fresh for sample in group):
-            if dataset.rm_type is not None:
-                sample.metadata.setdefault("rm_type", dataset.rm_type)
-        return fresh
-
-    sampling = dataclasses.replace(
-        sampling_params(config),
-        max_tokens=dataset.max_response_len,
-        temperature=dataset.temperature,
-        top_p=dataset.top_p,
-        top_k=dataset.top_k,
-        min_tokens=dataset.min_new_tokens,
-    )
-    score = functools.partial(Sample.score, reward_key=config.reward.eval_reward_key)
-    return EvalSet(name=dataset.name, groups=groups, sampling=sampling, score=score)
 
 
 def _rollout_metrics(config: Config, hooks: Hooks, args: Args, history: WeightHistory) -> RolloutMetrics:

@@ -9,6 +9,7 @@ from typing import Any
 
 from vime.observe import scores
 from vime.rewards.values import answer_rewards
+from vime.rollout.runner import Runner
 from vime.types import Group, Sample, SamplingParams, WeightVersion, mean
 
 EvalData = Mapping[str, Mapping[str, Any]]
@@ -36,6 +37,7 @@ class EvalSet:
     groups: Callable[[], list[Group]]  # fresh samples each time
     sampling: SamplingParams
     score: Callable[[Sample], float]
+    runner: Runner | None = None  # how answers are made and graded; None: as in rollouts
 
     def result(self, groups: Sequence[Group]) -> dict[str, Any]:
         """What one evaluation of the set gave. A sample whose grader failed has no reward."""

@@ -31,7 +31,7 @@ class RolloutManager:
 
     Args:
         sampler: what rollouts are collected by.
-        runner: what evaluations are run by.
+        runner: what evaluation sets are run by that have none of their own.
         collect: replaces the sampler if given.
         evaluate: replaces the evaluation of ``eval_sets`` if given.
         sample_filter: called with the closed groups; marks samples by ``remove_sample``.
@@ -141,6 +141,7 @@ class RolloutManager:
     async def _evaluate_sets(self, rollout_id: int) -> Evaluated:
         data = {}
         for eval_set in self._eval_sets:
-            runs = (self._runner.run(g, rollout_id, eval_set.sampling, eval_set.name) for g in eval_set.groups())
+            runner = eval_set.runner or self._runner
+            runs = (runner.run(g, rollout_id, eval_set.sampling, eval_set.name) for g in eval_set.groups())
             data[eval_set.name] = eval_set.result(await together(runs))
         return Evaluated(data=data)

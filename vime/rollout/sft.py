@@ -20,8 +20,9 @@ from vime.errors import UserError
 from vime.plugins import Hooks, resolve_hooks
 from vime.plugins import rollout as contracts
 from vime.ports import DataSource
-from vime.rollout.build import max_context_of, rollouts_of
+from vime.rollout.build import rollouts_of
 from vime.rollout.hooks import CustomSource, custom_rollout
+from vime.rollout.limits import max_context_of
 from vime.rollout.manager import Collect
 from vime.rollout.sampling import Collected
 from vime.types import Group, RolloutBatch, Sample, Status, TrainSample, WeightVersion, mean
@@ -64,7 +65,12 @@ def load_dialogues(config: Config) -> Dialogues:
     plain = PromptEncoder(tokenizer)  # samples get the messages as they stand
 
     def source_of(path: str, keys: Keys, *, shuffle: bool) -> PromptSource:
-        select = selection(path, encoder, max_context_of(config), skip_bad_rows=data.skip_bad_rows)
+        select = selection(
+            path,
+            encoder,
+            max_context_of(config, config.rollout.rollout_max_context_len),
+            skip_bad_rows=data.skip_bad_rows,
+        )
         return PromptSource(
             path,
             encoder=plain,
@@ -92,8 +98,7 @@ def load_dialogues(config: Config) -> Dialogues:
 
 
 def _keys_of_set(config: Config, dataset: EvalDataset) -> Keys:
-    data = config.data
-    return Keys(input=dataset.input_key, label=dataset.label_key, metadata=data.metadata_key, tools=data.tool_key)
+    return Keys(input=dataset.input_key, label=dataset.label_key, metadata=dataset.metadata_key, tools=dataset.tool_key)
 
 
 def selection(path: str, encoder: DialogueEncoder, max_tokens: int, *, skip_bad_rows: bool) -> Selection:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from vime.config.config import Config
 from vime.config.rules.base import Violation
+from vime.config.rules.ranges import RANGES
 from vime.errors import UserError
+
+if TYPE_CHECKING:
+    from vime.config.eval_datasets import EvalDataset
 
 
 def interval_needs_data(config: Config) -> Iterator[Violation]:
@@ -26,15 +31,40 @@ def distinct_names(config: Config) -> Iterator[Violation]:
             yield Violation(f"--eval-prompt-data names {name!r} {count} times; each data set needs its own name")
 
 
-def readable_file(config: Config) -> Iterator[Violation]:
-    if config.evaluation.eval_config is None:
+def sets_of_the_file(config: Config) -> Iterator[Violation]:
+    evaluation = config.evaluation
+    if evaluation.eval_config is None:
         return
     from vime.config.eval_datasets import eval_datasets
 
     try:
-        eval_datasets(config)
+        sets = eval_datasets(config)[len(evaluation.eval_prompt_data) :]
     except UserError as error:
         yield Violation(str(error))
+        return
+    for each in sets if not config.algorithm.is_sft else ():
+        for problem in (*_numbers(each), *_grading(config, each)):
+            yield Violation(f"--eval-config {evaluation.eval_config}: {each.name}: {problem}")
 
 
-RULES = (interval_needs_data, distinct_names, readable_file)
+def _numbers(dataset: EvalDataset) -> Iterator[str]:
+    for name, allowed in RANGES.items():
+        field = name.removeprefix("eval_")
+        value = getattr(dataset, field, None) if "eval" in name else None
+        if value is not None and value not in allowed:
+            yield f"{field} must be {allowed}, not {value}"
+    if dataset.top_k < 1 and dataset.top_k != -1:
+        yield f"top_k must be at least 1, or -1 for all tokens, not {dataset.top_k}"
+
+
+def _grading(config: Config, dataset: EvalDataset) -> Iterator[str]:
+    grader, reward = dataset.grader, config.reward
+    if grader is not None and grader.endswith("remote_rm") and reward.rm_url is None:
+        yield f"rm_type {grader} needs --rm-url: the address of the reward service"
+    if dataset.group_rm and dataset.custom_rm_path is None:
+        yield "group_rm needs custom_rm_path: only a custom function can grade a whole group"
+    if grader is not None and not grader.endswith("remote_rm") and dataset.label_key is None:
+        yield f"rm_type {grader} compares with a label: give label_key"
+
+
+RULES = (interval_needs_data, distinct_names, sets_of_the_file)

@@ -168,10 +168,13 @@ def prompts_fit(config: Config) -> Iterator[Violation]:
 
 
 def context_fits(config: Config) -> Iterator[Violation]:
-    context = config.rollout.rollout_max_context_len
-    for name, limit in _context_limits(config, None):
-        if context is not None and context > limit:
-            yield Violation(f"--rollout-max-context-len {context} is more than {name}, which is {limit}")
+    contexts = {"--rollout-max-context-len": config.rollout.rollout_max_context_len}
+    if not config.origins.get("eval_max_context_len", "").startswith("derived"):
+        contexts["--eval-max-context-len"] = config.evaluation.eval_max_context_len
+    for flag, context in contexts.items():
+        for name, limit in _context_limits(config, None):
+            if context is not None and context > limit:
+                yield Violation(f"{flag} {context} is more than {name}, which is {limit}")
 
 
 def exact_context(config: Config) -> Iterator[Violation]:

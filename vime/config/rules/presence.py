@@ -27,6 +27,8 @@ def run_length(config: Config) -> Iterator[Violation]:
         yield Violation("--num-rollout or --num-epoch is required: how long the run is", ("num_rollout", "num_epoch"))
     if rollout.num_rollout == 0 and config.evaluation.eval_interval is None:
         yield Violation("--num-rollout 0 only evaluates: give --eval-interval and --eval-prompt-data")
+    if rollout.num_rollout == 0 and config.evaluation.skip_eval_before_train:
+        yield Violation("--num-rollout 0 only evaluates: leave --skip-eval-before-train out")
 
 
 def prompts(config: Config) -> Iterator[Violation]:

@@ -13,7 +13,6 @@ ONLY: Mapping[str, Any] = {
     "log_probs_max_tokens_per_gpu": None,
     "train_memory_margin_bytes": 1 << 30,
     "update_weight_mode": "full",
-    "eval_max_context_len": None,
     "debug_rollout_only": False,
     "debug_train_only": False,
     "save_debug_rollout_data": None,

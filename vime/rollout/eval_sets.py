@@ -1,0 +1,126 @@
+"""Evaluation sets, from the configuration to something that can be run: each with prompts, sampling and grading of its
+own, where the configuration says so."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vime.config import Config
+from vime.config.eval_datasets import EvalDataset, eval_datasets
+from vime.data.jsonl import Keys
+from vime.data.source import PromptSource, encoder_of
+from vime.plugins import Hook, Hooks
+from vime.plugins import rollout as contracts
+from vime.plugins.catalog import load_hook, log_file
+from vime.plugins.contract import Contract
+from vime.rewards import registry
+from vime.rewards.hub import RewardHub
+from vime.rollout.evaluation import EvalSet
+from vime.rollout.limits import max_context_of
+from vime.rollout.runner import Rewarder, Runner
+from vime.types import Group, Sample, SamplingParams
+
+__all__ = ["EvalInput", "load_eval_inputs", "make_eval_set"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalInput:
+    """What of a set is read before anything starts."""
+
+    dataset: EvalDataset
+    source: PromptSource
+    custom_rm: Hook | None
+    custom_generate: Hook | None
+    max_context: int  # tokens of prompt and response together
+
+
+def load_eval_inputs(config: Config, hooks: Hooks, tokenizer: Any) -> tuple[EvalInput, ...]:
+    """All sets of a run.
+
+    Raises:
+        UserError: a file, row or function cannot be used; one line each.
+    """
+    return tuple(_load(dataset, config, hooks, tokenizer) for dataset in eval_datasets(config))
+
+
+def _load(dataset: EvalDataset, config: Config, hooks: Hooks, tokenizer: Any) -> EvalInput:
+    max_context = max_context_of(config, dataset.max_context_len)
+    limit = max_context - 1  # one token to answer
+    source = PromptSource(
+        dataset.path,
+        encoder=encoder_of(_with_tool_key(config, dataset.tool_key), tokenizer),
+        keys=Keys(
+            input=dataset.input_key, label=dataset.label_key, metadata=dataset.metadata_key, tools=dataset.tool_key
+        ),
+        n_samples=dataset.n_samples_per_eval_prompt,
+        seed=config.data.rollout_seed,
+        max_prompt_len=min(dataset.max_prompt_len or limit, limit),
+        needs_label=dataset.grader is not None and registry.needs_label(dataset.grader),
+        skip_bad_rows=config.data.skip_bad_rows,
+    )
+    load = functools.partial(_hook, config=config, hooks=hooks, dataset=dataset)
+    return EvalInput(
+        dataset=dataset,
+        source=source,
+        custom_rm=load(dataset.custom_rm_path, contracts.CUSTOM_RM),
+        custom_generate=load(dataset.custom_generate_function_path, contracts.CUSTOM_GENERATE),
+        max_context=max_context,
+    )
+
+
+def _with_tool_key(config: Config, tool_key: str) -> Config:
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tool_key=tool_key))
+
+
+def _hook(path: str | None, contract: Contract, *, config: Config, hooks: Hooks, dataset: EvalDataset) -> Hook | None:
+    """The run's own where the set names no other one."""
+    if path is None:
+        return None
+    if path == getattr(config.hooks, contract.name):
+        return hooks.get(contract)
+    where = f"--eval-config {config.evaluation.eval_config}: {dataset.name}: {contract.name}"
+    return load_hook(path, where, contract, log_file(config))
+
+
+def make_eval_set(
+    item: EvalInput, config: Config, sampling: SamplingParams, hub: RewardHub, make_runner: Callable[[Rewarder], Runner]
+) -> EvalSet:
+    """A set that can be run.
+
+    Args:
+        sampling: how rollouts are sampled.
+        hub: grades rollouts; what it holds is shared.
+        make_runner: of answers to this set, from what grades them.
+    """
+    dataset = item.dataset
+    settings = dataclasses.replace(
+        config.reward, rm_type=dataset.rm_type, group_rm=dataset.group_rm, eval_reward_key=dataset.reward_key
+    )
+    return EvalSet(
+        name=dataset.name,
+        groups=lambda: _fresh(item.source, dataset.metadata_overrides),
+        sampling=dataclasses.replace(
+            sampling,
+            max_tokens=dataset.max_response_len,
+            temperature=dataset.temperature,
+            top_p=dataset.top_p,
+            top_k=dataset.top_k,
+            min_tokens=dataset.min_new_tokens,
+            stop=dataset.stop,
+            stop_token_ids=dataset.stop_token_ids,
+        ),
+        score=functools.partial(Sample.score, reward_key=dataset.reward_key),
+        runner=make_runner(hub.sharing(settings, item.custom_rm)),
+    )
+
+
+def _fresh(source: PromptSource, overrides: Mapping[str, Any]) -> list[Group]:
+    groups = source.once_each()
+    for sample in (sample for group in groups for sample in group):
+        sample.metadata |= copy.deepcopy(dict(overrides))
+    return groups
