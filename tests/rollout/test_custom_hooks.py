@@ -21,13 +21,14 @@ from vime.rollout.hooks import (
     custom_evaluation,
     custom_generate,
     custom_rollout,
+    dynamic_filter,
     own_generate,
     sample_filter,
     sample_hook,
 )
 from vime.rollout.manager import RolloutManager
 from vime.rollout.runner import Runner
-from vime.rollout.sampling import Sampler
+from vime.rollout.sampling import Sampler, keep_all
 from vime.types import CHILD_STRIDE, Sample, SamplingParams
 
 ARGS = SimpleNamespace(reward_key=None, global_batch_size=4)
@@ -45,7 +46,7 @@ async def generate(args, sample, sampling_params):
     return sample
 
 
-def manager(rewarder=None, *, source=None, hooks=(), **more):
+def manager(rewarder=None, *, source=None, hooks=(), judge=keep_all, **more):
     runner = Runner(
         custom_generate(hook(generate), ARGS),
         rewarder or FakeRewarder(),
@@ -54,7 +55,9 @@ def manager(rewarder=None, *, source=None, hooks=(), **more):
         hooks=[sample_hook(each, ARGS) for each in hooks],
     )
     params = SamplingParams(max_tokens=8)
-    sampler = Sampler(source or FakeSource(n=4), lambda group, k: runner.run(group, k, params), batch_size=2)
+    sampler = Sampler(
+        source or FakeSource(n=4), lambda group, k: runner.run(group, k, params), batch_size=2, judge=judge
+    )
     return RolloutManager(
         sampler=sampler,
         runner=runner,
@@ -114,6 +117,32 @@ async def test_all_finished_groups_are_seen_in_the_order_of_their_prompts_with_t
         0
     )
     assert seen == [([0, 1], source)]
+
+
+async def test_groups_that_a_dynamic_filter_dropped_are_seen_too_but_neither_filtered_nor_trained():
+    seen, filtered = [], []
+
+    def every_other(args, samples):
+        return SimpleNamespace(keep=samples[0].group_index % 2 == 1, reason="even")
+
+    def process(args, all_samples, data_source):
+        seen.extend((group[0].group_index, group[0].reward) for group in all_samples)
+
+    def removes(args, groups):
+        filtered.extend(group[0].group_index for group in groups)
+
+    source = FakeSource(n=4)
+    one = manager(
+        source=source,
+        judge=dynamic_filter(hook(every_other), ARGS),
+        process_all=all_samples_process(hook(process), ARGS, source),
+        sample_filter=sample_filter(hook(removes), ARGS),
+    )
+    batch = await one.generate(0)
+    assert filtered == [1, 3] and {sample.group_index for sample in batch.samples} == {1, 3}
+    dropped = [0, 2] if len(seen) == 4 else [0, 2, 4]
+    assert [index for index, _ in seen] == sorted([1, 3, *dropped]) and all(reward is not None for _, reward in seen)
+    assert batch.metrics["rollout/groups/dropped/even"] == len(dropped)
 
 
 async def test_a_custom_conversion_takes_the_place_of_post_processing():

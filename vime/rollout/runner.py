@@ -197,6 +197,7 @@ class Runner:
                 if self._requeues is None or not engine_is_lost(error):
                     raise
                 if attempt == self._requeues:
+                    self._counts["given_up"] += not evaluation
                     return [self._given_up(sample, rollout_id, error)]
             self._counts["requeued"] += not evaluation
             await asyncio.sleep(min(2**attempt, PATIENCE_S))
@@ -205,7 +206,6 @@ class Runner:
     def _given_up(self, sample: Sample, rollout_id: int, error: Exception) -> Sample:
         failed = replace(sample.copy(), rollout_id=rollout_id, status=Status.FAILED)
         logger.warning("%s is given up after %s requeues: %s", failed.name, self._requeues, error)
-        self._counts["given_up"] += 1
         return failed
 
     async def _generated(

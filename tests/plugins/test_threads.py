@@ -1,0 +1,45 @@
+"""A plain function runs in a thread that nobody has to wait for."""
+
+import asyncio
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.rollout.fakes import FakeSource
+from vime.plugins.hook import Hook, HookError
+from vime.plugins.threads import in_thread
+from vime.rollout.hooks import custom_rollout
+
+
+async def test_result_and_error_come_back():
+    assert await in_thread(lambda: 3, name="t") == 3
+    with pytest.raises(KeyError, match="lost"):
+        await in_thread(lambda: {}["lost"], name="t")
+
+
+def test_a_function_that_does_not_return_keeps_no_process_alive():
+    program = (
+        "import asyncio, time\n"
+        "from vime.plugins.threads import in_thread\n"
+        "async def main():\n"
+        "    async with asyncio.timeout(0.1):\n"
+        "        await in_thread(lambda: time.sleep(600), name='t')\n"
+        "asyncio.run(main())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and ended.stderr.splitlines()[-1].startswith("TimeoutError")
+
+
+async def test_a_rollout_function_has_a_deadline_and_is_named():
+    def rollout(args, rollout_id, data_source, evaluation):
+        time.sleep(2)
+
+    hook = Hook(rollout, "--rollout-function-path", "mine:rollout")
+    collect = custom_rollout(hook, None, FakeSource(), timeout_s=0.05)
+    begin = asyncio.get_running_loop().time()
+    message = "mine:rollout: did not return within --rollout-function-timeout-s 0.05, for rollout 3"
+    with pytest.raises(HookError, match=message):
+        await collect(3)
+    assert asyncio.get_running_loop().time() - begin < 1.5
