@@ -102,6 +102,7 @@ class Config:
     optimizer: sections.Optimizer
     parallel: sections.Parallel
     reward: sections.Reward
+    agent: sections.Agent
     evaluation: sections.Evaluation
     engine: sections.Engine
     ops: sections.Ops

@@ -11,6 +11,7 @@ from typing import Any
 from vime.config import Args, Config
 from vime.config.eval_datasets import eval_datasets
 from vime.config.flags import option
+from vime.config.sections.agent import GENERATE
 from vime.data.chat import PromptEncoder
 from vime.data.source import PromptSource, encoder_of, pop_first
 from vime.data.tokenizer import load_tokenizer
@@ -44,6 +45,7 @@ from vime.rollout.hooks import (
 )
 from vime.rollout.limits import max_context_of
 from vime.rollout.manager import EvalMetrics, RolloutManager, RolloutMetrics
+from vime.rollout.openai_endpoint.entry import agent_of
 from vime.rollout.runner import Gate, Generate, Rewarder, Runner
 from vime.rollout.sampling import Collected, InFlight, Judge, Sampler, keep_all, not_failed
 from vime.rollout.shaping import shape_rewards
@@ -97,6 +99,8 @@ def load_prompts(config: Config) -> Prompts:
         UserError: a file, row, tokenizer or function cannot be used; one line each.
     """
     hooks = resolve_hooks(config)
+    if (config.hooks.custom_generate_function_path or "").replace(":", ".") == GENERATE:
+        agent_of(config.agent.agent_function_path, config.agent.agent_command)
     max_context = max_context_of(config, config.rollout.rollout_max_context_len)
     config = _with_prompt_limit(config, max_context)
     checkpoint = config.checkpoint

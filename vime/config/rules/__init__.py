@@ -1,6 +1,7 @@
 """Rules that a configuration must keep, in the order in which their messages are shown, and warnings."""
 
 from vime.config.rules import (
+    agent,
     algorithm,
     asynchrony,
     batches,
@@ -36,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     *distillation.RULES,
     *supported.RULES,
     *hooks.RULES,
+    *agent.RULES,
     *files.RULES,
     *model.RULES,
 )

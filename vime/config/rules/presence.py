@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from vime.config import megatron_core
 from vime.config.config import OWN_FLAGS, Config
 from vime.config.rules.base import Violation, where_sampled
+from vime.config.sections.reward import WITHOUT_LABEL
 
 NOT_IN_SFT = ("rollout_max_response_len",)
 """Required where answers are sampled, and without a meaning where they are given."""
@@ -59,7 +60,7 @@ def grading(config: Config) -> Iterator[Violation]:
 
 def labels(config: Config) -> Iterator[Violation]:
     rm_type = config.reward.rm_type
-    by_rule = rm_type is not None and not rm_type.endswith("remote_rm") and config.hooks.custom_rm_path is None
+    by_rule = rm_type is not None and not rm_type.endswith(WITHOUT_LABEL) and config.hooks.custom_rm_path is None
     if by_rule and config.has_engines and config.data.label_key is None and config.hooks.data_source_path is None:
         yield Violation(f"--rm-type {rm_type} compares with a label: give --label-key", ("label_key",))
 

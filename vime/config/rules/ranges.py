@@ -64,7 +64,8 @@ RANGES: Mapping[str, Range] = dict(
             Range(0),
         ),
         *_each(
-            "rm_timeout_s request_timeout_s rollout_function_timeout_s engine_start_timeout_s weight_sync_timeout_s",
+            "rm_timeout_s agent_timeout_s request_timeout_s rollout_function_timeout_s engine_start_timeout_s "
+            "weight_sync_timeout_s",
             Range(0, above=True),
         ),
         *_each("adam_beta1 adam_beta2 lr_warmup_fraction", Range(0, 1, below=True)),

@@ -1,5 +1,6 @@
 """One class a component of vime. The name of an attribute is the name of its flag, with underscores."""
 
+from vime.config.sections.agent import Agent
 from vime.config.sections.algorithm import Algorithm
 from vime.config.sections.asynchrony import Asynchrony
 from vime.config.sections.batch import Batch
@@ -34,6 +35,7 @@ SECTIONS: dict[str, type] = {
     "optimizer": Optimizer,
     "parallel": Parallel,
     "reward": Reward,
+    "agent": Agent,
     "evaluation": Evaluation,
     "engine": Engine,
     "ops": Ops,
@@ -43,6 +45,7 @@ SECTIONS: dict[str, type] = {
 
 __all__ = [
     "SECTIONS",
+    "Agent",
     "Algorithm",
     "Asynchrony",
     "Batch",

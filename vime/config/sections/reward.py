@@ -10,6 +10,9 @@ from vime.config.flags import derived, flag
 BUILT_IN = ("math", "deepscaler", "dapo", "last_number", "code", "remote_rm")
 """Graders of this version; see ``vime.rewards``. The prefix boxed_ takes the content of the last box first."""
 
+WITHOUT_LABEL = ("code", "remote_rm")
+"""Those that can do without a label."""
+
 RM_TYPES = (*BUILT_IN, *(f"boxed_{name}" for name in BUILT_IN))
 
 

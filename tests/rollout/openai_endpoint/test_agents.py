@@ -1,0 +1,191 @@
+"""Agents that are run for a sample, and what becomes of them. The engines are a fake (``ScriptedGenerator``)."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from tests.data.templates import QWEN25, tokenizer_with
+from tests.rollout.multi_turn.scripted import ScriptedGenerator, turns
+from tests.rollout.openai_endpoint.agents import PROGRAM, adder
+from tests.rollout.openai_endpoint.test_sessions import ANSWER, CALL, trained
+from vime.errors import UserError
+from vime.observe.rollout_metrics import multi_turn_metrics
+from vime.rollout.openai_endpoint import Endpoint, Speaker, agent_of, command_agent, play
+from vime.types import Sample, SamplingParams, Status
+
+PARAMS = SamplingParams(max_tokens=400, seed=11)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tokenizer_with(QWEN25)
+
+
+def asked() -> Sample:
+    return Sample(index=5, group_index=2, prompt="1 + 2?", label="It is 3.", session_id="42-5", metadata={"row": 7})
+
+
+async def played(agent: Any, generator: Any, tokenizer: Any, **options: Any) -> list[Sample]:
+    endpoint = Endpoint(Speaker(generator, tokenizer, max_context=2048))
+    sample, params = options.pop("sample", None) or asked(), options.pop("params", PARAMS)
+    return await play(agent, endpoint, sample, params, **{"timeout_s": 20.0, **options})
+
+
+async def ask(task: Any, *messages: Any, retries: int = 0) -> str:
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=retries) as client:
+        said = list(messages) or [{"role": "user", "content": task.prompt}]
+        return (await client.chat.completions.create(model=task.model, messages=said)).choices[0].message.content
+
+
+async def test_what_an_agent_returns_is_the_reward_of_its_sample(tokenizer):
+    generator = ScriptedGenerator(tokenizer, turns(CALL, ANSWER))
+    (sample,) = await played(adder, generator, tokenizer)
+    assert (sample.reward, sample.status, sample.index, sample.metadata["row"]) == (1.0, Status.COMPLETED, 5, 7)
+    assert trained(sample) == [token for answer in generator.answers["42-5"] for token in answer.token_ids]
+    assert multi_turn_metrics([sample])["rollout/multi_turn/turns/mean"] == 2
+
+
+async def test_without_a_reward_the_sample_is_graded_like_any_other(tokenizer):
+    async def agent(task: Any) -> dict[str, Any]:
+        await ask(task)
+        return {"metadata": {"tests": 3}}
+
+    (sample,) = await played(agent, ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer)
+    assert (sample.reward, sample.metadata["tests"], sample.response) == (None, 3, "It is 3.")
+
+
+async def test_several_dialogues_are_several_samples_with_one_result(tokenizer):
+    async def agent(task: Any) -> float:
+        await asyncio.gather(
+            ask(task), ask(task, {"role": "system", "content": "Plan."}, {"role": "user", "content": "x"})
+        )
+        return 0.5
+
+    samples = await played(agent, ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer)
+    assert [sample.reward for sample in samples] == [0.5, 0.5]
+    (sample,) = await played(agent, ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer, kept="longest")
+    assert sample.reward == 0.5
+
+
+async def test_an_agent_that_is_not_done_in_time_leaves_what_it_has_as_truncated(tokenizer):
+    async def agent(task: Any) -> None:
+        await ask(task)
+        await asyncio.sleep(60)
+
+    start = time.monotonic()
+    (sample,) = await played(agent, ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer, timeout_s=1.0)
+    assert time.monotonic() - start < 5
+    assert (sample.status, tokenizer.decode(trained(sample))) == (Status.TRUNCATED, ANSWER)
+    assert sample.metadata["multi_turn"]["failure"] == "not done within 1 s"
+
+
+async def test_an_agent_that_fails_is_never_trained_on_and_says_why(tokenizer):
+    async def agent(task: Any) -> None:
+        await ask(task)
+        raise KeyError("no such\nfile")
+
+    (sample,) = await played(agent, ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer)
+    assert (sample.status, sample.response_length) == (Status.FAILED, 0)
+    assert sample.metadata["multi_turn"]["failure"] == r"the agent failed: KeyError: 'no such\nfile'"
+    assert multi_turn_metrics([sample])["rollout/multi_turn/turns/mean"] == 0
+
+
+@pytest.mark.parametrize(
+    ("result", "message"), [("good", "returns a reward"), ({"score": 1}, "has a reward and metadata")]
+)
+async def test_a_result_that_is_none_is_a_failure(tokenizer, result, message):
+    async def agent(task: Any) -> Any:
+        await ask(task)
+        return result
+
+    (sample,) = await played(agent, ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer)
+    assert message in sample.metadata["multi_turn"]["failure"]
+
+
+async def test_an_agent_that_exits_fails_alone(tokenizer):
+    async def agent(task: Any) -> None:
+        sys.exit(3)
+
+    (sample,) = await played(agent, ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer)
+    assert sample.metadata["multi_turn"]["failure"] == "the agent failed: it ended with exit(3)"
+
+
+async def test_an_agent_that_never_asks_the_model_is_a_failure(tokenizer):
+    async def agent(task: Any) -> float:
+        return 1.0
+
+    (sample,) = await played(agent, ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer)
+    assert sample.metadata["multi_turn"]["failure"] == "the agent failed: it never asked the model"
+
+
+async def test_an_agent_that_gives_up_for_want_of_room_is_truncated_not_failed(tokenizer):
+    async def agent(task: Any) -> None:
+        answer = await ask(task)
+        history = [{"role": "user", "content": task.prompt}, {"role": "assistant", "content": answer}]
+        await ask(task, *history, {"role": "user", "content": "more " * 200})
+
+    params = SamplingParams(max_tokens=60, seed=1)
+    (sample,) = await played(agent, ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer, params=params)
+    assert (sample.status, tokenizer.decode(trained(sample))) == (Status.TRUNCATED, ANSWER)
+
+
+async def test_when_generation_is_interrupted_the_agent_is_ended_and_the_sample_begins_anew(tokenizer):
+    ended = asyncio.Event()
+
+    async def agent(task: Any) -> None:
+        try:
+            while True:
+                await ask(task, retries=5)
+        finally:
+            ended.set()
+
+    generator = ScriptedGenerator(tokenizer, turns(ANSWER), aborts=[1])
+    sample = asked()
+    (same,) = await played(agent, generator, tokenizer, sample=sample)
+    assert same is sample and ended.is_set()
+    assert (sample.status, sample.tokens, sample.response_length) == (Status.ABORTED, [], 0)
+
+
+async def test_engines_that_fail_are_not_the_agents_fault(tokenizer):
+    class Dead(ScriptedGenerator):
+        async def generate(self, token_ids: Any, params: Any, *, session_id: str) -> Any:
+            raise ConnectionError("engine 0 is gone")
+
+    with pytest.raises(ConnectionError, match="engine 0 is gone"):
+        await played(adder, Dead(tokenizer, turns(ANSWER)), tokenizer)
+
+
+async def test_a_program_may_be_the_agent(tokenizer, tmp_path):
+    path = tmp_path / "agent.py"
+    path.write_text(PROGRAM)
+    generator = ScriptedGenerator(tokenizer, turns(ANSWER))
+    (sample,) = await played(command_agent(f"{sys.executable} {path}"), generator, tokenizer)
+    assert (sample.reward, sample.metadata["said"], sample.metadata["row"]) == (1.0, "It is 3.", 7)
+    assert trained(sample) == generator.answers["42-5"][0].token_ids
+
+
+async def test_a_program_that_fails_or_hangs_is_ended_with_what_it_started(tokenizer, tmp_path):
+    path = tmp_path / "agent.py"
+    path.write_text("import sys\nprint('broken', file=sys.stderr)\nsys.exit(2)")
+    generator = ScriptedGenerator(tokenizer, turns(ANSWER))
+    (sample,) = await played(command_agent(f"{sys.executable} {path}"), generator, tokenizer)
+    assert sample.metadata["multi_turn"]["failure"] == f"the agent failed: {sys.executable} ended with status 2: broken"
+    path.write_text(PROGRAM + "\nimport subprocess\nsubprocess.run(['sleep', '61.7'])")
+    (sample,) = await played(command_agent(f"{sys.executable} {path}"), generator, tokenizer, timeout_s=2.0)
+    assert sample.status is Status.TRUNCATED
+    await asyncio.sleep(0.2)
+    assert not [each for each in psutil.Process().children(recursive=True) if "61.7" in each.cmdline()]
+
+
+def test_a_run_needs_one_agent():
+    with pytest.raises(UserError, match="needs one of --agent-function-path and --agent-command"):
+        agent_of(None, None)
+    with pytest.raises(UserError, match="has no ader; did you mean adder"):
+        agent_of("tests.rollout.openai_endpoint.agents:ader", None)

@@ -1,0 +1,279 @@
+"""One session: all requests that an agent makes for one sample, and the transcripts that become of them.
+
+A request whose messages go on where an answer of ours ended continues its transcript: the tokens that were sampled stay
+as they are, and what the agent added is appended. Any other request begins a transcript of its own: the agent has
+edited the history, or it leads several dialogues. Nothing is recorded of a request until its answer is complete, so one
+that fails may be made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from vime.data.chat import ChatTemplate
+from vime.errors import UserError
+from vime.ports import Generator
+from vime.rollout.multi_turn import BadCall, Said, ToolCall, Transcript, TurnTemplate
+from vime.rollout.multi_turn.tool_calls import Parser, format_of, parser_of
+from vime.rollout.multi_turn.tools import BadArguments, checked_arguments
+from vime.rollout.multi_turn.transcript import METADATA_KEY
+from vime.rollout.openai_endpoint.protocol import Answer, ChatRequest, Key, Refused, key_of
+from vime.types import Generation, Message, Sample, SamplingParams, Status, derive_seed
+
+Kept = Literal["all", "longest"]
+
+
+class Speaker:
+    """The model of a run as endpoints speak with it: tokenizer, chat template, format of tool calls, engines.
+
+    Args:
+        tokenizer: of transformers, with a chat template.
+        max_context: the most tokens that prompt and response may have together.
+        template_kwargs: further arguments of the chat template.
+        call_format: how the model calls tools, e.g. "hermes"; None: as its chat template shows.
+        skip_special_tokens: whether ``Sample.response`` is written without them.
+
+    Raises:
+        UserError: the chat template cannot be used, or there is no such format.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizer: Any,
+        *,
+        max_context: int,
+        template_kwargs: Mapping[str, Any] | None = None,
+        call_format: str | None = None,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self.generator = generator
+        self.max_context = max_context
+        self.template = TurnTemplate(tokenizer, kwargs=template_kwargs)
+        self._chat = ChatTemplate(tokenizer, kwargs=template_kwargs)
+        self._tokenizer = tokenizer
+        self._parse: Parser = parser_of(call_format or format_of(str(tokenizer.chat_template)))
+        self._skip_special_tokens = skip_special_tokens
+
+    def prompt(self, request: ChatRequest) -> list[int]:
+        """Token ids of a dialogue that begins with these messages.
+
+        Raises:
+            Refused: the chat template refuses them, or shows no tools.
+        """
+        text = self._rendered(request, request.tools)
+        if request.tools and text == self._rendered(request, []):
+            raise Refused(f"{self._chat} does not show tools to the model: describe them in a message", param="tools")
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def between(self, turn: tuple[int, ...], messages: list[Message]) -> list[int]:
+        """Token ids of what stands between a turn and the next one. Raises Refused."""
+        try:
+            return self.template.between(turn, messages)
+        except UserError as error:
+            raise Refused(str(error), param="messages") from error
+
+    def said(self, turn: tuple[int, ...], stops: Iterable[str]) -> tuple[Said, str]:
+        """What a turn consists of, and its text up to a stop text."""
+        text = self.template.text(turn)
+        end = min((at for at in map(text.find, stops) if at >= 0), default=len(text))
+        return self._parse(text[:end]), text[:end]
+
+    def response(self, transcript: Transcript) -> str:
+        tokens = list(transcript.tokens[transcript.prompt_length :])
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens)
+        return text
+
+    def _rendered(self, request: ChatRequest, tools: list[dict[str, Any]]) -> str:
+        role = self.template.tool_role
+        messages = [{**each, "role": role} if each["role"] == "tool" else each for each in request.messages]
+        try:
+            return self._chat.render(messages, {"tools": tools or None}, add_generation_prompt=True)
+        except UserError as error:
+            raise Refused(str(error), param="messages") from error
+
+
+@dataclass(slots=True, eq=False)
+class Dialogue:
+    """A transcript, and the messages in which the agent knows it."""
+
+    number: int
+    tools: str
+    messages: list[Key]
+    transcript: Transcript
+    finish_reason: str = ""
+    busy: bool = False
+    full: bool = False  # a request was refused because there was no room for an answer
+
+    def goes_on(self, keys: list[Key], tools: str) -> bool:
+        known = len(self.messages)
+        continues = len(keys) > known and keys[:known] == self.messages and self.tools == tools
+        return continues and not self.busy and all(key[0] != "assistant" for key in keys[known:])
+
+    @property
+    def status(self) -> Status:
+        return Status.TRUNCATED if self.full or self.finish_reason == "length" else Status.COMPLETED
+
+
+class Session:
+    """The requests of one sample.
+
+    Args:
+        id: a secret that whoever knows it may speak in the name of the sample.
+        params: how to sample; ``max_tokens`` is for all that follows a transcript's first prompt, and the seeds of
+            requests are derived from theirs.
+        session_id: which keeps the requests on one engine.
+
+    Attributes:
+        interrupted: set once the engines were told to stop: what the agent still does is in vain.
+        failure: what the engines raised last.
+    """
+
+    def __init__(self, speaker: Speaker, id: str, params: SamplingParams, session_id: str) -> None:  # noqa: A002
+        self.id = id
+        self.params = params
+        self.interrupted = asyncio.Event()
+        self.failure: Exception | None = None
+        self._speaker = speaker
+        self._session_id = session_id
+        self._dialogues: list[Dialogue] = []
+        self._numbers = itertools.count()
+        self._full = False  # a first prompt left no room
+
+    async def chat(self, request: ChatRequest) -> Answer:
+        """Answers a request and records it.
+
+        Raises:
+            Refused: it cannot be answered.
+        """
+        keys, tools = request.keys, json.dumps(request.tools, sort_keys=True)
+        dialogue = self._continued(keys, tools)
+        if dialogue is None:
+            transcript, said = Transcript(self._speaker.prompt(request)), list[int]()
+            dialogue = Dialogue(next(self._numbers), tools, [], transcript)
+        else:
+            new = request.messages[len(dialogue.messages) :]
+            said = self._speaker.between(dialogue.transcript.turn(-1), new)
+        dialogue.busy = True
+        try:
+            given = (*dialogue.transcript.tokens, *said)
+            generation = await self._generated(given, self._wanted(request, dialogue, len(said)), dialogue)
+        finally:
+            dialogue.busy = False
+        dialogue.transcript.said(said)
+        dialogue.transcript.sampled(generation, given)
+        answer = self._answer(request, dialogue, generation, len(given))
+        dialogue.messages = [*keys, key_of(answer.message)]
+        dialogue.finish_reason = generation.finish_reason
+        if dialogue not in self._dialogues:
+            self._dialogues.append(dialogue)
+        return answer
+
+    def samples(self, sample: Sample, kept: Kept = "all") -> list[Sample]:
+        """What became of ``sample``: a copy for each transcript, in the order in which they began. None where the
+        model was never asked."""
+        dialogues = sorted(self._dialogues, key=lambda each: each.number)
+        if kept == "longest":
+            dialogues = sorted(dialogues, key=lambda each: -sum(each.transcript.loss_mask))[:1]
+        return [self._sample(sample.copy(), dialogue) for dialogue in dialogues]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a request was refused because there was no room for an answer."""
+        return self._full or any(dialogue.full for dialogue in self._dialogues)
+
+    def _continued(self, keys: list[Key], tools: str) -> Dialogue | None:
+        found = [dialogue for dialogue in self._dialogues if dialogue.goes_on(keys, tools)]
+        return max(found, key=lambda dialogue: len(dialogue.messages), default=None)
+
+    def _wanted(self, request: ChatRequest, dialogue: Dialogue, said: int) -> SamplingParams:
+        """How to sample the next turn.
+
+        Raises:
+            Refused: there is no room for one.
+        """
+        transcript, params = dialogue.transcript, self.params
+        room = min(
+            params.max_tokens - transcript.response_length - said, self._speaker.max_context - len(transcript) - said
+        )
+        if room < 1:
+            self._full = dialogue.full = True
+            raise Refused(
+                f"there is no room for an answer: {len(transcript) + said} tokens, {transcript.response_length + said} "
+                f"of them after the first prompt; the context ends at {self._speaker.max_context}, the response at "
+                f"{params.max_tokens}",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        most = room if request.max_tokens is None else min(room, request.max_tokens)
+        turn = len(transcript.turns)
+        seed = None if params.seed is None else derive_seed(params.seed, "dialogue", dialogue.number, "turn", turn)
+        stop = (*params.stop, *request.stop)
+        return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most), stop=stop, seed=seed)
+
+    async def _generated(self, given: tuple[int, ...], params: SamplingParams, dialogue: Dialogue) -> Generation:
+        try:
+            generation = await self._speaker.generator.generate(given, params, session_id=self._session_id)
+        except Exception as error:  # whatever the engines' client raises
+            self.failure = error
+            raise Refused(f"the engines failed: {error}", status=502) from error
+        if generation.finish_reason == "abort":
+            self.interrupted.set()
+            raise Refused("generation was interrupted", status=503)
+        return generation
+
+    def _answer(self, request: ChatRequest, dialogue: Dialogue, generation: Generation, given: int) -> Answer:
+        turn = dialogue.transcript.turn(-1)
+        said, text = self._speaker.said(turn, (*self.params.stop, *request.stop))
+        number = len(dialogue.transcript.turns) - 1
+        message = _message(said, text, request.tools if request.may_call else [], number)
+        finish = "tool_calls" if "tool_calls" in message else generation.finish_reason
+        return Answer(
+            id=f"chatcmpl-{self._session_id}-{dialogue.number}-{number}",
+            model=request.model,
+            message=message,
+            finish_reason=finish,
+            prompt_tokens=given,
+            completion_tokens=len(generation.token_ids),
+        )
+
+    def _sample(self, sample: Sample, dialogue: Dialogue) -> Sample:
+        transcript = dialogue.transcript
+        transcript.write(sample, status=dialogue.status, response=self._speaker.response(transcript))
+        answer, _ = self._speaker.said(transcript.turn(-1), self.params.stop)
+        sample.metadata[METADATA_KEY] |= {"answer": answer.content, "dialogue": dialogue.number}
+        return sample
+
+
+def _message(said: Said, text: str, tools: list[dict[str, Any]], turn: int) -> Message:
+    """The assistant's message. Calls that cannot be read, and those nobody offered tools for, stay text."""
+    calls = [call for call in said.calls if isinstance(call, ToolCall)] if tools else []
+    unread = [call.text for call in said.calls if isinstance(call, BadCall)]
+    if said.calls and not calls:
+        content = text.rpartition("</think>")[2].strip()
+    else:
+        content = "\n".join([*filter(None, [said.content]), *unread])
+    message: Message = {"role": "assistant", "content": content or None}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if calls:
+        message["tool_calls"] = [_call(call, tools, turn, position) for position, call in enumerate(calls)]
+    return message
+
+
+def _call(call: ToolCall, tools: list[dict[str, Any]], turn: int, position: int) -> dict[str, Any]:
+    """Mistral's template wants ids of nine letters and digits."""
+    arguments = dict(call.arguments)
+    schema = next((tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == call.name), None)
+    with contextlib.suppress(BadArguments):  # the agent says what is wrong with them
+        arguments = checked_arguments(arguments, schema) if schema else arguments  # texts, in some formats
+    written = json.dumps(arguments, ensure_ascii=False)
+    identity = call.id or f"{turn:05d}{position:04d}"
+    return {"id": identity, "type": "function", "function": {"name": call.name, "arguments": written}}
