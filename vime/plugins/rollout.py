@@ -115,10 +115,10 @@ DYNAMIC_SAMPLING_FILTER = Contract(
 BUFFER_FILTER = Contract(
     flag="--buffer-filter-path",
     side="rollout",
-    purpose="Chooses which waiting groups of earlier rollouts (interrupted ones, and surplus ones that are finished) are "
-    "taken first. Without it those that have waited longest.",
-    when="Whenever groups are drawn while some wait in the buffer. rollout_id is None: groups may be drawn for several "
-    "rollouts.",
+    purpose="Chooses which waiting groups of earlier rollouts (interrupted ones, and surplus ones that are finished) "
+    "are taken first. Without it those that have waited longest.",
+    when="Whenever groups are drawn while some wait in the buffer. rollout_id is None: groups may be drawn for "
+    "several rollouts.",
     arguments=("args", "rollout_id", "buffer", "num_samples"),
     returns="At most num_samples groups, which it has removed from buffer.",
     trial=trials.try_buffer_filter,
