@@ -101,6 +101,14 @@ async def test_a_given_reward_stays_and_aborted_or_failed_samples_get_none(field
     assert one.reward == fields.get("reward")
 
 
+async def test_a_grading_that_failed_is_not_repeated_when_the_sample_waited_for_a_later_rollout():
+    hub = RewardHub(Settings(), FakePool(), custom_rm=hook(returning(math.nan)))
+    one = await rewarded(hub)
+    failed = one.grade
+    better = RewardHub(Settings(), FakePool(), custom_rm=hook(returning(1.0)))
+    assert (await rewarded(better, one)).grade is failed and one.reward is None
+
+
 async def test_a_truncated_sample_is_graded():
     assert (await rewarded(custom(returning(9.0)), sample(status=Status.TRUNCATED))).reward == 9.0
 

@@ -1,9 +1,10 @@
 """Which reward a sample gets, and how failures are told.
 
 The order: the sample's own ``custom_rm_path``, the run's ``--custom-rm-path``, the row's ``metadata["rm_type"]``,
-the run's ``--rm-type``. A reward that is already there stays, and samples that were aborted or failed get none. Nothing
-here raises for what a reward function does: the sample's Grade becomes an error with one line that names the function
-and the sample, and its reward stays None.
+the run's ``--rm-type``. A reward or Grade that is already there stays, also one that is an error: what waited since an
+earlier rollout is not graded twice. Samples that were aborted or failed get none. Nothing here raises for what a reward
+function does: the sample's Grade becomes an error with one line that names the function and the sample, and its reward
+stays None.
 """
 
 from __future__ import annotations
@@ -176,7 +177,8 @@ class RewardHub:
 
 
 def _is_open(sample: Sample) -> bool:
-    return sample.reward is None and sample.status not in (Status.ABORTED, Status.FAILED)
+    graded = sample.reward is not None or sample.grade is not None
+    return not graded and sample.status not in (Status.ABORTED, Status.FAILED)
 
 
 def _as_many(results: Any, count: int) -> list[Any]:
