@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout.fakes import FakeGenerator
+from tests.rollout.fakes import FakeGenerator, FakeSource
 from tests.rollout.test_manager import make
 from vime import async_loop, loop
 from vime.loop import Schedule
-from vime.rollout.sampling import InFlight
+from vime.rollout.sampling import Collected, InFlight
 from vime.rollout.staleness import StalenessBound
-from vime.types import RolloutBatch, TrainResult
+from vime.types import RolloutBatch, Sample, TrainResult
 
 
 class World:
@@ -162,3 +162,37 @@ async def test_a_rollout_that_nobody_asks_for_ends_with_the_manager():
     await asyncio.sleep(0)
     await manager.close()
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_checkpoint_knows_a_rollout_that_is_ready_and_not_trained_on():
+    manager = bounded(FakeGenerator(), 1)
+    manager.begin(1)
+    await asyncio.wait_for(manager._ahead, 5)
+    saved = manager.state_dict()
+    again = bounded(generator := FakeGenerator(), 1)
+    again.load_state_dict(saved)
+    expected, found = await manager.generate(1), await again.generate(1)
+    assert found.samples == expected.samples and len(found.samples) == 12
+    assert generator.requests == [], "nothing is sampled twice"
+
+
+async def test_a_custom_rollout_that_has_begun_starts_from_where_it_began_after_a_crash():
+    source = FakeSource()
+
+    async def collect(rollout_id: int) -> Collected:
+        (group,) = source.get_samples(1)
+        for sample in group:
+            sample.tokens, sample.response_length, sample.reward = [1, 2], 1, 1.0
+            sample.status = Sample.Status.COMPLETED
+        return Collected(groups=[group])
+
+    manager = make(source=source, collect=collect, source_state=lambda: source.drawn)[0]
+    await manager.generate(0)
+    assert manager.source_before is None
+    manager.begin(1)
+    manager.synced(1, 1)
+    await asyncio.wait_for(manager._ahead, 5)
+    assert (source.drawn, manager.source_before) == (2, 1)
+    assert manager.state_dict()["groups"] == []
+    await manager.generate(1)
+    assert manager.source_before is None

@@ -71,6 +71,36 @@ def test_a_bound_alone_turns_it_on_too_and_a_given_value_wins(flags):
             "--update-weights-interval 3 makes samples 2 trainings stale and --max-staleness 1 allows 1: nothing could "
             "be trained before the next sync",
         ),
+        ("--fully-async", "--fully-async needs train_async.py: train.py samples and trains in turn"),
+        (
+            "--rollout-function-path vime.rollout.fully_async.generate_rollout",
+            "--fully-async needs train_async.py: train.py samples and trains in turn",
+        ),
+        (
+            APART + " --fully-async --rollout-function-path tests.config.sample_hooks:rollout",
+            "--fully-async and --rollout-function-path exclude each other: both say how rollouts are made",
+        ),
+        (
+            APART + " --fully-async --over-sampling-batch-size 16",
+            "--over-sampling-batch-size has no effect with --fully-async: --max-groups-ahead says how many are in "
+            "flight",
+        ),
+        (
+            APART + " --fully-async --max-staleness 0",
+            "--fully-async with --max-staleness 0: nothing may run ahead; give at least 1, better 2",
+        ),
+        (APART + " --max-groups-ahead 16", "--max-groups-ahead needs --fully-async"),
+        (APART + " --fully-async --max-groups-ahead 0", "--max-groups-ahead must be at least 1, not 0"),
+        (
+            APART + " --deterministic-rollout",
+            "--deterministic-rollout and --max-staleness 1 exclude each other: which weights sample a token depends on "
+            "when it is sampled; --max-staleness 0 repeats",
+        ),
+        (
+            APART + " --staleness-policy drop --rollout-function-path tests.config.sample_hooks:rollout",
+            "--staleness-policy drop has no effect beside --rollout-function-path, which takes the place of what "
+            "drops: use mask or wait",
+        ),
         (APART + " --max-staleness -1", "--max-staleness must be at least 0, not -1"),
         (APART + " --update-weights-interval 0", "--update-weights-interval must be at least 1, not 0"),
     ],
@@ -97,8 +127,25 @@ def test_what_is_refused(flags, words, message):
             "--max-staleness 1 without --use-tis, which --use-rollout-logprobs excludes: stale tokens weigh as new "
             "ones",
         ),
+        (
+            "--partial-rollout",
+            "--partial-rollout has no effect in train_async.py with --max-staleness above 0: nothing is interrupted, "
+            "groups run on into the next rollout",
+        ),
     ],
 )
 def test_what_is_doubted(flags, words, message):
     assert message in resolve(flags(*APART.split(), *words.split())).warnings
     assert not resolve(flags(*APART.split())).warnings
+
+
+@pytest.mark.parametrize("separator", [".", ":"])
+def test_the_path_of_the_fully_asynchronous_rollout_stands_for_its_flag(flags, separator):
+    path = f"vime.rollout.fully_async{separator}generate_rollout"
+    found = config(flags, f"{APART} --rollout-function-path {path} --max-staleness 3")
+    assert found.asynchrony.fully_async is True
+    assert (found.hooks.rollout_function_path, found.hooks.eval_function_path) == (None, None)
+    assert found.origins["rollout_function_path"] == f"derived: {path} is --fully-async"
+    assert found.asynchrony.max_groups_ahead == 32, "(3 + 1) x 8"
+    assert config(flags, f"{APART} --fully-async").asynchrony.fully_async is True
+    assert config(flags, APART).asynchrony.fully_async is False

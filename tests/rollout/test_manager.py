@@ -15,7 +15,18 @@ from vime.types import Sample, SamplingParams, Status
 PROMPT = [1, 2, 3]
 
 
-def make(generator=None, rewarder=None, *, concurrency=4, eval_sets=(), source=None, bound=None, **sampling):
+def make(
+    generator=None,
+    rewarder=None,
+    *,
+    concurrency=4,
+    eval_sets=(),
+    source=None,
+    bound=None,
+    collect=None,
+    source_state=lambda: None,
+    **sampling,
+):
     generator = generator or FakeGenerator()
     single = SingleTurn(generator, lambda prompt: PROMPT, lambda ids: " ".join(map(str, ids)), max_context=64)
 
@@ -37,6 +48,8 @@ def make(generator=None, rewarder=None, *, concurrency=4, eval_sets=(), source=N
         recorder=recorder,
         eval_sets=eval_sets,
         bound=bound,
+        collect=collect,
+        source_state=source_state,
     )
     return manager, generator, recorder
 

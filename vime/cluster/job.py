@@ -128,6 +128,10 @@ class Job(TrainingJob):
         of_rollouts = {} if self._manager is None else {"rollouts": self._manager.state_dict()}
         return super()._driver_state(rollout_id) | {HISTORY: self._history.state_dict()} | of_critic | of_rollouts
 
+    def _save_source(self, rollout_id: int) -> Any:
+        before = self._manager.source_before if self._manager is not None else None
+        return super()._save_source(rollout_id) if before is None else before
+
     def _next_version(self, rollout_id: int) -> WeightVersion:
         """Weights that the engines have not got yet will be another version."""
         return super()._next_version(rollout_id) + (rollout_id + 1 > self._history.trainings)

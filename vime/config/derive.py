@@ -10,6 +10,8 @@ from typing import Any
 
 from vime.algorithms import advantages
 
+FULLY_ASYNC = "vime.rollout.fully_async.generate_rollout"
+
 Values = dict[str, Any]
 Derived = tuple[Any, str] | None
 """A value and what it was derived from, or nothing where a rule will complain instead."""
@@ -75,6 +77,13 @@ def _use_tis(values: Values) -> Derived:
     return able and (values["max_staleness"] or 0) > 0, "max-staleness"
 
 
+def _groups_ahead(values: Values) -> Derived:
+    most, size = values["max_staleness"], values["rollout_batch_size"]
+    if most is None or size is None:
+        return None
+    return (most + 1) * size, "max-staleness and rollout-batch-size"
+
+
 DERIVATIONS: dict[str, Callable[[Values], Derived]] = {
     "debug_train_only": lambda v: (v["load_debug_rollout_data"] is not None, "load-debug-rollout-data"),
     "rollout_num_gpus": _rollout_num_gpus,
@@ -113,12 +122,15 @@ DERIVATIONS: dict[str, Callable[[Values], Derived]] = {
     "eval_function_path": _like("rollout_function_path"),
     "max_staleness": lambda v: (1, "asynchronous") if v["asynchronous"] else (0, "nothing runs ahead"),
     "use_tis": _use_tis,
+    "fully_async": lambda v: (False, "rollout-function-path"),
+    "max_groups_ahead": _groups_ahead,
 }
 """By attribute, in an order in which each finds its sources ready."""
 
 
 def derive(values: Values, origins: dict[str, str]) -> list[str]:
     """Fills ``values`` and ``origins`` in place; returns warnings."""
+    _read_fully_async(values, origins)
     warnings = list(_ignored_rollout_slots(values, origins))
     for name, rule in DERIVATIONS.items():
         if name in origins:
@@ -128,6 +140,18 @@ def derive(values: Values, origins: dict[str, str]) -> list[str]:
             values[name] = result[0]
             origins[name] = f"derived: {result[1]}"
     return warnings
+
+
+def _read_fully_async(values: Values, origins: dict[str, str]) -> None:
+    """The path that it has elsewhere stands for the flag: it is no function that takes the place of the sampler."""
+    path = values["rollout_function_path"]
+    if path is None or path.replace(":", ".") != FULLY_ASYNC:
+        return
+    values["rollout_function_path"] = None
+    origins["rollout_function_path"] = f"derived: {path} is --fully-async"
+    if "fully_async" not in origins:
+        values["fully_async"] = True
+        origins["fully_async"] = "derived: rollout-function-path"
 
 
 def _ignored_rollout_slots(values: Values, origins: dict[str, str]) -> list[str]:

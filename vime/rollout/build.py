@@ -28,6 +28,7 @@ from vime.rollout.conversion import Convert, PostProcess, to_rollout_batch
 from vime.rollout.distillation import Taught, Unrewarded
 from vime.rollout.eval_sets import EvalInput, load_eval_inputs, make_eval_set
 from vime.rollout.evaluation import Evaluated, eval_metrics, version_metrics
+from vime.rollout.fully_async import continuous_sampler
 from vime.rollout.generate import SingleTurn
 from vime.rollout.hooks import (
     CustomSource,
@@ -260,6 +261,7 @@ def make_manager(
         sample_filter=sample_filter(removes, args) if removes else None,
         process_all=all_samples_process(processes, args, prompts.source) if processes else None,
         bound=bound,
+        source_state=getattr(prompts.source, "state_dict", lambda: None),
     )
 
 
@@ -281,6 +283,15 @@ def _sampler(config: Config, source: DataSource, runner: Runner, judge: Judge, b
     async def run(group: Group, rollout_id: int) -> Group:
         return await runner.run(group, rollout_id, params)
 
+    if config.asynchrony.fully_async:
+        return continuous_sampler(
+            source,
+            run,
+            judge,
+            bound,
+            groups_ahead=config.asynchrony.max_groups_ahead,
+            max_refills=sampling.max_refill_rounds,
+        )
     return Sampler(
         source,
         run,

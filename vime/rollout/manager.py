@@ -38,6 +38,8 @@ class RolloutManager:
         process_all: called afterwards with all groups that were finished, dropped ones too, in the order of their
             prompts.
         bound: how stale samples may be; its history of the engines' weights is told of each sync.
+        source_state: with ``collect``, whose groups nobody else knows: what a rollout that is begun early starts from,
+            and is started from again after a crash.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class RolloutManager:
         sample_filter: Callable[[list[Group]], None] | None = None,
         process_all: Callable[[int, list[Group]], None] | None = None,
         bound: StalenessBound | None = None,
+        source_state: Callable[[], Any] = lambda: None,
     ) -> None:
         self._sampler = sampler
         self._runner = runner
@@ -67,16 +70,20 @@ class RolloutManager:
         self._recorder = recorder
         self._eval_sets = eval_sets
         self._eval_metrics = eval_metrics
+        self._is_custom = collect is not None
         self._collect = collect or self._sample
         self._evaluate = evaluate or self._evaluate_sets
         self._sample_filter = sample_filter
         self._process_all = process_all
         self._bound = bound or StalenessBound()
+        self._source_state = source_state
+        self.source_before: Any = None  # the state of the source before a custom rollout that has begun
         self._ahead: asyncio.Task[tuple[Collected, float]] | None = None
 
     def begin(self, rollout_id: int) -> None:
         """Samples in the background, as soon as the engines' weights are new enough for this rollout."""
         assert self._ahead is None, "one rollout is ahead at a time"
+        self.source_before = self._source_state() if self._is_custom else None
         self._ahead = asyncio.ensure_future(self._when_admitted(rollout_id))
 
     async def _when_admitted(self, rollout_id: int) -> tuple[Collected, float]:
@@ -105,6 +112,7 @@ class RolloutManager:
         """One rollout: sampled, graded, recorded, and turned into a batch."""
         ahead, self._ahead = self._ahead, None
         collected, seconds = await (ahead or self._timed(rollout_id))
+        self.source_before = None
         groups = collected.groups
         masked = self._bound.mask(groups, rollout_id)
         metrics = self._metrics(rollout_id, collected, seconds) | masked
@@ -123,8 +131,10 @@ class RolloutManager:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep of generation, as JSON values."""
-        ahead = self._ahead if self._ahead is not None and self._ahead.done() else None
-        return self._sampler.state_dict(untrained=ahead.result()[0].groups if ahead is not None else ())
+        untrained: list[Group] = []
+        if self._ahead is not None and self._ahead.done() and not self._is_custom:
+            untrained = self._ahead.result()[0].groups
+        return self._sampler.state_dict(untrained=untrained)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where ``state`` was taken."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vime.config.config import Config
-from vime.config.rules.base import Violation, known
+from vime.config.rules.base import Violation, is_given, known
 
 
 def own_devices(config: Config) -> Iterator[Violation]:
@@ -68,5 +68,49 @@ def uncorrected(config: Config) -> Iterator[Violation]:
         )
 
 
-RULES = (own_devices, samples_answers, interval)
-WARNINGS = (never_ahead, uncorrected)
+def continuous(config: Config) -> Iterator[Violation]:
+    asynchrony = config.asynchrony
+    if not asynchrony.fully_async:
+        if is_given(config, "max_groups_ahead"):
+            yield Violation("--max-groups-ahead needs --fully-async", ("fully_async",))
+        return
+    if not asynchrony.asynchronous:
+        yield Violation("--fully-async needs train_async.py: train.py samples and trains in turn")
+    elif asynchrony.max_staleness == 0:
+        yield Violation("--fully-async with --max-staleness 0: nothing may run ahead; give at least 1, better 2")
+    if config.hooks.rollout_function_path is not None:
+        yield Violation("--fully-async and --rollout-function-path exclude each other: both say how rollouts are made")
+    if is_given(config, "over_sampling_batch_size"):
+        yield Violation(
+            "--over-sampling-batch-size has no effect with --fully-async: --max-groups-ahead says how many are in "
+            "flight"
+        )
+
+
+def in_order(config: Config) -> Iterator[Violation]:
+    most = config.asynchrony.max_staleness
+    if config.asynchrony.runs_ahead and config.sampling.deterministic_rollout:
+        yield Violation(
+            f"--deterministic-rollout and --max-staleness {most} exclude each other: which weights sample a token "
+            "depends on when it is sampled; --max-staleness 0 repeats"
+        )
+
+
+def nothing_dropped(config: Config) -> Iterator[Violation]:
+    if config.asynchrony.staleness_policy == "drop" and config.hooks.rollout_function_path is not None:
+        yield Violation(
+            "--staleness-policy drop has no effect beside --rollout-function-path, which takes the place of what "
+            "drops: use mask or wait"
+        )
+
+
+def runs_on(config: Config) -> Iterator[Violation]:
+    if config.asynchrony.runs_ahead and config.sampling.partial_rollout:
+        yield Violation(
+            "--partial-rollout has no effect in train_async.py with --max-staleness above 0: nothing is interrupted, "
+            "groups run on into the next rollout"
+        )
+
+
+RULES = (own_devices, samples_answers, interval, continuous, in_order, nothing_dropped)
+WARNINGS = (never_ahead, uncorrected, runs_on)

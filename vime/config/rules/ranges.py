@@ -50,7 +50,7 @@ RANGES: Mapping[str, Range] = dict(
             "expert_model_parallel_size expert_tensor_parallel_size recompute_num_layers rm_workers eval_interval "
             "n_samples_per_eval_prompt eval_max_response_len eval_max_prompt_len eval_max_context_len "
             "vllm_server_concurrency update_weight_buffer_size lr_decay_iters vocab_size "
-            "overlong_buffer_len ref_update_interval update_weights_interval",
+            "overlong_buffer_len ref_update_interval update_weights_interval max_groups_ahead",
             Range(1),
         ),
         *_each(

@@ -25,6 +25,14 @@ class Asynchrony:
         "one. drop: its prompt goes back and is sampled anew. mask: its stale tokens are not trained.",
     )
     update_weights_interval: int = flag(1, help="The engines get new weights after every so many rollouts.")
+    fully_async: bool = derived(
+        "only with --rollout-function-path vime.rollout.fully_async.generate_rollout",
+        help="Keep groups in flight all the time, for later rollouts too, as far as --max-staleness lets them be used.",
+    )
+    max_groups_ahead: int = derived(
+        "(max-staleness + 1) x rollout-batch-size",
+        help="With --fully-async, most groups in flight or finished that no rollout has taken.",
+    )
 
     @property
     def runs_ahead(self) -> bool:
