@@ -22,7 +22,7 @@ class ScriptedGenerator:
     def __init__(self, tokenizer: Any, script: Script, *, aborts: Sequence[int] = (), abort_after: int = 2) -> None:
         self._tokenizer = tokenizer
         self._script = script
-        self._aborts = set(aborts)
+        self.aborts = set(aborts)
         self._abort_after = abort_after
         self.requests: dict[str, list[tuple[list[int], SamplingParams]]] = {}
         self.answers: dict[str, list[Generation]] = {}
@@ -33,7 +33,7 @@ class ScriptedGenerator:
         requests.append((list(token_ids), params))
         ids = self._tokenizer.encode(self._script(self._tokenizer.decode(token_ids), number), add_special_tokens=False)
         reason = "stop"
-        if number in self._aborts:
+        if number in self.aborts:
             ids, reason = ids[: self._abort_after], "abort"
         elif len(ids) > params.max_tokens:
             ids, reason = ids[: params.max_tokens], "length"

@@ -9,7 +9,7 @@ from vime.rollout.multi_turn.episode import Limits, MultiTurn
 from vime.rollout.multi_turn.templates import TurnTemplate
 from vime.rollout.multi_turn.tool_calls import BadCall, Said, ToolCall
 from vime.rollout.multi_turn.tools import Tool, ToolFailed, ToolFunction, Tools
-from vime.rollout.multi_turn.transcript import NotAppended, Transcript
+from vime.rollout.multi_turn.transcript import NotAppended, Transcript, final_answer
 
 __all__ = [
     "BadCall",
@@ -27,4 +27,5 @@ __all__ = [
     "Transcript",
     "Turn",
     "TurnTemplate",
+    "final_answer",
 ]

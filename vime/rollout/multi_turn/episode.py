@@ -26,7 +26,7 @@ from vime.rollout.multi_turn.templates import TurnTemplate
 from vime.rollout.multi_turn.tool_calls import Parser, format_of, parser_of
 from vime.rollout.multi_turn.tools import Tool, Tools, definition_of
 from vime.rollout.multi_turn.transcript import METADATA_KEY, Transcript
-from vime.types import Sample, SamplingParams, Status, derive_seed
+from vime.types import Message, Sample, SamplingParams, Status, derive_seed
 
 __all__ = ["Limits", "MultiTurn"]
 
@@ -102,6 +102,7 @@ class MultiTurn:
         tools: Sequence[Tool],
         limits: Limits = Limits(),
         *,
+        messages: Sequence[Message] | None = None,
         resumes: bool = True,
     ) -> Sample:
         """Plays an episode in which the model may call those of ``tools`` that the metadata of the sample name, or all
@@ -117,7 +118,7 @@ class MultiTurn:
             max_calls=limits.max_calls,
             max_result_chars=limits.max_result_chars,
         )
-        return await self.run(sample, params, environment, limits, tools=tools, resumes=resumes)
+        return await self.run(sample, params, environment, limits, messages=messages, tools=tools, resumes=resumes)
 
     async def run(
         self,
@@ -126,6 +127,7 @@ class MultiTurn:
         environment: Environment,
         limits: Limits = Limits(),
         *,
+        messages: Sequence[Message] | None = None,
         tools: Sequence[Tool] = (),
         resumes: bool = True,
     ) -> Sample:
@@ -134,6 +136,7 @@ class MultiTurn:
         Args:
             params: as a generate function gets them; ``max_tokens`` is for all that follows the prompt, and the seed of
                 each turn is derived from theirs.
+            messages: the dialogue to begin with; None: the prompt of the sample.
             tools: what the prompt shows to the model, where it is not rendered yet and the metadata name none.
             resumes: whether an episode that was aborted can go on with this environment. One that remembers (a session
                 of a sandbox, a game) cannot: then it begins anew, from the prompt.
@@ -145,7 +148,7 @@ class MultiTurn:
         sampling = params if isinstance(params, SamplingParams) else SamplingParams(**params)
         if not resumes:
             _forget(sample)
-        transcript = Transcript.of(sample) if sample.tokens else Transcript(self._prompt(sample, tools))
+        transcript = Transcript.of(sample) if sample.tokens else Transcript(self._prompt(sample, messages, tools))
         if transcript.prompt_length >= self._max_context:
             raise UserError(
                 f"{sample.name}: its prompt has {transcript.prompt_length} tokens, the context ends at "
@@ -211,15 +214,15 @@ class MultiTurn:
         failures = {} if failure is None else {"failure": failure}
         sample.metadata[METADATA_KEY] = {**known, **sums, "answer": answer, **failures}
 
-    def _prompt(self, sample: Sample, tools: Sequence[Tool]) -> list[int]:
+    def _prompt(self, sample: Sample, messages: Sequence[Message] | None, tools: Sequence[Tool]) -> list[int]:
         """A finished text is encoded as it stands; messages are rendered with the tools."""
-        if isinstance(sample.prompt, str) and self._rendered:
-            text = sample.prompt
+        prompt = sample.prompt if messages is None else list(messages)
+        if isinstance(prompt, str) and self._rendered:
+            text = prompt
         else:
-            prompt = sample.prompt
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            dialogue = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             shown = sample.metadata.get(self._tool_key) or [definition_of(tool) for tool in tools] or None
-            text = self._chat.render(messages, {self._tool_key: shown}, add_generation_prompt=True)
+            text = self._chat.render(dialogue, {self._tool_key: shown}, add_generation_prompt=True)
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 

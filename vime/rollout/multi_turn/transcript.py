@@ -19,7 +19,7 @@ from typing import Any
 from vime.errors import UserError
 from vime.types import Generation, Sample, Status, WeightVersion
 
-__all__ = ["METADATA_KEY", "NotAppended", "Transcript"]
+__all__ = ["METADATA_KEY", "NotAppended", "Transcript", "final_answer"]
 
 METADATA_KEY = "multi_turn"
 """Where the metadata of a sample say what is known of its turns."""
@@ -180,6 +180,13 @@ class Transcript:
         """[T], or none where nothing was sampled. What was said before the first sampled token has its version."""
         first = next((version for version in self._versions if version is not None), None)
         return [] if first is None else [first if version is None else version for version in self._versions]
+
+
+def final_answer(sample: Sample) -> str:
+    """What the model said in the last turn, without reasoning and calls; of another sample its response. For graders: a
+    right answer that stands in the result of a tool is not the model's."""
+    answer: str = (sample.metadata.get(METADATA_KEY) or {}).get("answer", sample.response)
+    return answer
 
 
 def _checked_ids(token_ids: Sequence[int], what: str) -> list[int]:
