@@ -178,14 +178,14 @@ async def test_no_further_turn_is_asked_for_while_generation_is_halted(tokenizer
     gate = Gate(ScriptedGenerator(tokenizer, turns(CALL, ANSWER)))
 
     async def shut(a: int, b: int) -> int:
-        gate.closed = True
+        await gate.close()
         return a + b
 
     shut.__name__ = "add"
     player = MultiTurn(gate, tokenizer, max_context=2048)
     sample = await player.with_tools(asked(), PARAMS, [ToolFunction(shut)])
     assert sample.status is Status.ABORTED and "tool\n3" in sample.response
-    gate.closed = False
+    gate.open()
     sample = await player.with_tools(sample, PARAMS, [ToolFunction(add)])
     assert sample.status is Status.COMPLETED and tokenizer.decode(trained(sample)) == CALL + ANSWER
 
