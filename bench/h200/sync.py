@@ -80,8 +80,8 @@ class LocalTrainer:
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.thread, function, *arguments)
 
-    async def weight_plan(self) -> WeightPlan:
-        return self.worker.weight_plan()
+    async def weight_plan(self, version: int) -> WeightPlan:
+        return self.worker.weight_plan(version)
 
     async def invite_engines(self, members: int, timeout_s: float) -> Invitation:
         return await self.call(self.worker.invite_engines, "127.0.0.1", members, timeout_s)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 from vime.cluster.turns import Turns
+from vime.serving.fleet import Fleet
+from vime.serving.http import EngineError
 
 
 class Calls(list[str]):
     """A trainer and an engine in one."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    dead = None
 
     async def train(self, batch: Any) -> None:
         self.append("train")
@@ -43,7 +49,7 @@ async def a_rollout(turns: Turns) -> None:
 async def taking_turns(**options: bool) -> tuple[Calls, Turns]:
     calls = Calls()
     turns = Turns(calls, **options)  # type: ignore[arg-type]
-    await turns.engines_started([calls])  # type: ignore[list-item]
+    await turns.engines_started(Fleet.of([calls]))  # type: ignore[list-item]
     return calls, turns
 
 
@@ -151,3 +157,60 @@ async def test_a_trainer_that_broadcasts_its_weights_leaves_after_them() -> None
     calls.clear()
     await turns.to_weights()
     assert calls == [], "it has left already"
+
+
+async def test_an_engine_starts_while_the_devices_are_the_engines_and_no_model_comes_meanwhile() -> None:
+    calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
+    started = asyncio.Event()
+
+    async def start() -> None:
+        async with turns.start_of_engine():
+            calls.append("begins to start")
+            await started.wait()
+            calls.append("has started")
+
+    calls.clear()
+    starting = asyncio.ensure_future(start())
+    await asyncio.sleep(0)
+    assert calls == [], "the trainer is there"
+    await turns.to_weights()
+    await turns.to_generation()
+    await asyncio.sleep(0)
+    training = asyncio.ensure_future(turns.train(None))  # type: ignore[arg-type]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    started.set()
+    await asyncio.gather(starting, training)
+    assert calls == [
+        *("offload rest", "offload parameters", "wake weights", "wake kv_cache"),
+        *("begins to start", "has started", "sleep 2", "onload parameters", "onload rest", "train"),
+    ]
+
+
+async def test_a_trainer_makes_room_for_an_engine_that_a_sync_waits_for() -> None:
+    calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
+    calls.clear()
+    await turns.to_starts()
+    async with turns.start_of_engine():
+        calls.append("starts")
+    await turns.to_export()
+    assert calls == ["offload rest", "offload parameters", "starts", "onload parameters", "onload rest"]
+
+
+async def test_an_engine_that_cannot_be_woken_is_lost_where_that_is_tolerated() -> None:
+    class Broken(Calls):
+        async def wake_up(self, *tags: str, timeout_s: float) -> None:
+            raise EngineError("engine 1 cannot be reached for /wake_up")
+
+    calls, broken = Calls(), Broken()
+    fleet = Fleet(tolerant=True)
+    fleet.started(0, calls)  # type: ignore[arg-type]
+    fleet.started(1, broken)  # type: ignore[arg-type]
+    turns = Turns(Calls(), trainer_leaves=True, engines_sleep=True)  # type: ignore[arg-type]
+    await turns.engines_started(fleet)
+    assert fleet.is_quiet, "nobody asks engines for tokens that sleep"
+    await turns.to_weights()
+    await turns.to_generation()
+    assert not fleet.is_quiet
+    assert fleet.engines == [calls]
+    assert calls == ["sleep 2", "wake weights", "wake kv_cache"]

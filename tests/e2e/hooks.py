@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from typing import Any
 
@@ -13,6 +14,11 @@ from vime.types import Sample, SamplingParams
 async def short_words(args: Any, sample: Sample) -> float:
     """Prefers answers with many different characters."""
     return len(set(sample.response)) / max(len(sample.response), 1)
+
+
+async def rest(args: Any, sample: Sample, **_: Any) -> None:
+    """Leaves the cores to others, while servers start."""
+    await asyncio.sleep(2.0)
 
 
 async def broken(args: Any, sample: Sample) -> float:

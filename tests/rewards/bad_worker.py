@@ -1,6 +1,7 @@
 """A grader process with graders that misbehave."""
 
 import os
+import signal
 import sys
 import time
 
@@ -23,6 +24,10 @@ def grade(response, label, metadata):
             raise ZeroDivisionError("by nought")
         case "print":
             print("not a grade")
+        case "later":
+            time.sleep(1.5)
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         case "slow":
             time.sleep(0.05)
     return Grade(score=float(os.getpid() if response == "pid" else label))

@@ -62,6 +62,24 @@ async def test_an_idle_process_that_was_killed_is_replaced_before_the_next_gradi
         assert (await pool.grade("x", "", "5", {})).score == 5.0
 
 
+async def test_an_answer_whose_grader_is_killed_half_way_is_graded_by_another_process():
+    async with running(deadline_s=30.0) as pool:
+        grading = asyncio.create_task(pool.grade("x", "later", "7", {}))
+        await asyncio.sleep(0.5)
+        (victim,) = grader_processes()
+        victim.kill()
+        assert (await grading).score == 7.0
+        assert pool.counts() == {"scored": 1, "invalid": 0, "error": 0, "deadline_exceeded": 0, "died": 0}
+
+
+async def test_an_answer_that_is_killed_twice_is_an_error():
+    async with running(deadline_s=30.0) as pool:
+        grade = await pool.grade("x", "killed", "7", {})
+        assert grade.detail == "the grader process ended by signal 9"
+        assert pool.counts()["died"] == 1
+        assert (await pool.grade("x", "", "2", {})).score == 2.0
+
+
 async def test_memory_is_limited_and_the_process_goes_on():
     async with running(deadline_s=30.0) as pool:
         assert (await pool.grade("x", "bomb", "1", {})).detail == "the memory limit was reached"

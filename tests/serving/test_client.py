@@ -14,6 +14,8 @@ from aiohttp import web
 from vime.serving import answers
 from vime.serving import client as client_module
 from vime.serving.client import EngineError, RouterClient, parse_generation, request_body
+from vime.serving.control import EngineControl
+from vime.serving.fleet import Fleet
 from vime.types import SamplingParams
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -215,3 +217,95 @@ def test_text_is_made_only_where_a_stop_text_needs_it() -> None:
     stopping = SamplingParams(max_tokens=1, stop=("\n",))
     assert request_body([1], stopping)["sampling_params"]["detokenize"] is True
     assert request_body([1], PARAMS)["sampling_params"]["detokenize"] is False
+
+
+Served = tuple[RouterClient, Fleet, EngineControl]
+
+
+@pytest.fixture
+async def tolerant(serve: Callable) -> AsyncIterator[Callable[..., Awaitable[Served]]]:
+    """A client in front of a fleet whose one engine serves, and takes aborts."""
+    clients: list[RouterClient] = []
+
+    async def start(handler: Handler, *, request_timeout_s: float = 5) -> Served:
+        url = (await serve(handler))._router.url
+        fleet = Fleet(tolerant=True)
+        engine = EngineControl(url, "engine 0")
+        fleet.started(0, engine)
+        await fleet.admit(engine)
+        clients.append(RouterClient(url, fleet, request_timeout_s=request_timeout_s))
+        return clients[-1], fleet, engine
+
+    yield start
+    for each in clients:
+        await each.close()
+        await each._fleet.close()
+
+
+async def answer_at_once(_request: web.Request) -> web.Response:
+    return web.json_response(ANSWER)
+
+
+async def test_requests_wait_for_an_engine_and_that_does_not_count_against_their_deadline(tolerant: Callable) -> None:
+    client, fleet, engine = await tolerant(answer_at_once, request_timeout_s=0.2)
+    fleet.lose(engine, "killed")
+    request = asyncio.ensure_future(client.generate([1], PARAMS, session_id="a"))
+    await asyncio.sleep(0.3)
+    assert not request.done()
+    restarted = EngineControl(engine.url, "engine 0")
+    fleet.started(0, restarted)
+    await asyncio.sleep(0.01)
+    assert not request.done(), "it has not the weights yet"
+    await fleet.admit(restarted)
+    assert (await request).token_ids == [11, 12, 13]
+
+
+async def test_requests_that_wait_for_an_engine_can_be_aborted(tolerant: Callable) -> None:
+    client, fleet, engine = await tolerant(answer_at_once)
+    fleet.lose(engine, "killed")
+    request = asyncio.ensure_future(client.generate([1], PARAMS, session_id="a"))
+    await asyncio.sleep(0)
+    await client.abort()
+    assert (request.result().token_ids, request.result().finish_reason) == ([], "abort")
+
+
+async def test_a_request_that_fails_with_its_engine_is_counted_and_sent_to_another(tolerant: Callable) -> None:
+    asked = 0
+
+    async def handler(_request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        return web.Response(status=500, text="gone") if asked == 1 else web.json_response(ANSWER)
+
+    client, fleet, _ = await tolerant(handler)
+    assert (await client.generate([1], PARAMS, session_id="a")).token_ids == [11, 12, 13]
+    assert fleet.taken_counts()["rollout/requests_repeated"] == 1
+
+
+async def test_what_an_engine_aborts_by_itself_is_asked_for_again(tolerant: Callable) -> None:
+    """An engine that is given up ends its requests; nobody wanted these halves."""
+    asked = 0
+
+    async def handler(_request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        return web.json_response(ANSWER | {"finish_reason": "abort"} if asked == 1 else ANSWER)
+
+    client, _, _ = await tolerant(handler)
+    assert (await client.generate([1], PARAMS, session_id="a")).finish_reason == "length"
+
+
+async def test_an_engine_that_dies_while_requests_are_aborted_keeps_nobody_waiting(tolerant: Callable) -> None:
+    client: RouterClient
+
+    async def handler(_request: web.Request) -> web.Response:
+        while not client._aborts:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return web.Response(status=500, text="gone")
+
+    client, fleet, engine = await tolerant(handler)
+    request = asyncio.ensure_future(client.generate([1], PARAMS, session_id="a"))
+    await asyncio.sleep(0.05)
+    await client.abort()  # the server knows no /abort_requests: it answers with 404
+    assert request.result().finish_reason == "abort"
+    assert fleet.engines == [] and "/abort_requests" in str(engine.dead)

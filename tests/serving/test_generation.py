@@ -12,7 +12,7 @@ from tests.serving.conftest import SAMPLED, TOLERANCE, Served, largest_differenc
 from tests.tiny import make_tokenizer
 from vime.serving.client import EngineError, RouterClient
 from vime.serving.control import EngineControl
-from vime.serving.health import check_generates
+from vime.serving.health import Progress, check_generates
 from vime.types import Generation, SamplingParams
 
 PROMPT = [7, 80, 90, 100, 110]
@@ -111,3 +111,22 @@ async def test_a_request_that_is_not_answered_in_time_names_who_was_waited_for(
         await control.resume()
         await hurried.close()
     await check_generates(control, timeout_s=20)
+
+
+async def test_an_engine_tells_how_far_its_requests_are(control: EngineControl) -> None:
+    """Which is how a health check knows that an engine works that is too busy for its probe."""
+    await check_generates(control, 60)
+    before = Progress.of(await control.progress())
+    client = RouterClient(control.url, [control])
+    long = replace(SAMPLED, max_tokens=400)
+    request = asyncio.ensure_future(client.generate(PROMPT, long, session_id="any"))
+    seen = before
+    while not seen.running:
+        await asyncio.sleep(0.02)
+        seen = Progress.of(await control.progress())
+    await asyncio.sleep(0.1)
+    assert Progress.of(await control.progress()).is_ahead_of(seen)
+    await request
+    after = Progress.of(await control.progress())
+    assert (after.finished, after.running) == (before.finished + 1, {})
+    await client.close()

@@ -13,7 +13,7 @@ from aiohttp import web
 from vime.errors import UserError
 from vime.serving import answers
 from vime.serving.client import RouterClient
-from vime.serving.http import EngineError, HttpServer
+from vime.serving.http import EngineError, HttpServer, Refused
 from vime.serving.router import RouterServer
 from vime.types import SamplingParams
 
@@ -124,3 +124,53 @@ async def test_a_stopped_router_is_gone(engines: list[str], tmp_path: Path) -> N
     with pytest.raises(EngineError, match="cannot be reached"):
         await server.call("GET", "/health", timeout_s=5)
     await server.close()
+
+
+async def test_engines_come_and_go_while_the_router_runs(engines: list[str], tmp_path: Path) -> None:
+    router = RouterServer(log_dir=tmp_path)
+    url = await router.start(engines[:2])
+    sessions = [f"s{i}" for i in range(40)]
+    try:
+        await router.remove(engines[0])
+        await router.remove(engines[0])
+        assert set(await who_answers(url, sessions)) == {1}
+        await router.add(engines[2])
+        await router.add(engines[2])
+        assert set(await who_answers(url, sessions)) == {1, 2}
+    finally:
+        router.stop()
+
+
+async def test_a_killed_router_is_restarted_on_its_port_with_the_engines_that_are_left(
+    engines: list[str], tmp_path: Path
+) -> None:
+    router = RouterServer(log_dir=tmp_path)
+    url = await router.start(engines)
+    try:
+        await router.remove(engines[1])
+        assert router._process is not None
+        ended = asyncio.ensure_future(router.ended())
+        psutil.Process(router._process.pid).children()[0].kill()
+        assert "the router ended with status 137" in await asyncio.wait_for(ended, 5)
+        assert await router.restart() == []
+        assert router.url == url
+        assert set(await who_answers(url, [f"s{i}" for i in range(40)])) == {0, 2}
+    finally:
+        router.stop()
+
+
+async def test_requests_of_an_engine_that_is_gone_fail_at_once_where_failures_are_reported(
+    engines: list[str], tmp_path: Path
+) -> None:
+    router = RouterServer(log_dir=tmp_path, reports_failures=True)
+    runner, doomed = await start_engine(7)
+    url = await router.start([doomed])
+    server = HttpServer("the router", url)
+    try:
+        await runner.cleanup()
+        with pytest.raises(Refused, match="with 500: Request failed") as caught:
+            await server.call("POST", "/inference/v1/generate", {"token_ids": [1]}, timeout_s=5)
+        assert caught.value.status == 500
+    finally:
+        await server.close()
+        router.stop()

@@ -41,7 +41,7 @@ class Trainer:
         self.sender: broadcast.Sender | None = None
         self.groups = 0
 
-    async def weight_plan(self) -> WeightPlan:
+    async def weight_plan(self, version: int) -> WeightPlan:
         return plan_of(self.weights)
 
     async def invite_engines(self, members: int, timeout_s: float) -> Invitation:

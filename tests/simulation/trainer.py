@@ -85,7 +85,7 @@ class FakeTransfer:
     def __init__(self, weights: int) -> None:
         self._weights = weights
 
-    async def announce(self, engines: Sequence[FakeEngine], *, timeout_s: float) -> None:
+    async def announce(self, engines: Sequence[FakeEngine], version: WeightVersion, *, timeout_s: float) -> None:
         await asyncio.sleep(TICK)
 
     async def load(self, engines: Sequence[FakeEngine], *, timeout_s: float) -> Mapping[FakeEngine, EngineError]:

@@ -33,7 +33,7 @@ class Trainer:
         self.sender: Sender | None = None
         self.groups: list[int] = []
 
-    async def weight_plan(self) -> WeightPlan:
+    async def weight_plan(self, version: int) -> WeightPlan:
         return PLAN
 
     async def invite_engines(self, members: int, timeout_s: float) -> Invitation:

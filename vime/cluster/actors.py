@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vime.cluster.addresses import node_address
 from vime.config import Config
-from vime.types import TokenScores, TrainBatch, TrainResult
+from vime.types import TokenScores, TrainBatch, TrainResult, WeightVersion
 
 if TYPE_CHECKING:
     from vime.training.critic import CriticWorker
@@ -78,11 +78,11 @@ class TrainActor(ModelActor):
     name = "trainer"
     _worker: TrainWorker
 
-    def export_weights(self) -> Export | None:
-        return self._worker.export_weights()
+    def export_weights(self, version: WeightVersion) -> Export | None:
+        return self._worker.export_weights(version)
 
-    def weight_plan(self) -> WeightPlan:
-        return self._worker.weight_plan()
+    def weight_plan(self, version: WeightVersion) -> WeightPlan:
+        return self._worker.weight_plan(version)
 
     def invite_engines(self, members: int, timeout_s: float) -> Invitation:
         return self._worker.invite_engines(node_address(), members, timeout_s)
@@ -134,14 +134,26 @@ class CriticActor(ModelActor):
 
 
 class EngineActor:
-    """One vLLM server process, on the node where this actor runs; it ends with the actor."""
+    """One vLLM server process, on the node where this actor runs; it ends with the actor.
 
-    def __init__(self, config: Config, index: int, devices: Sequence[str], threads: int, log_dir: Path) -> None:
+    Args:
+        restarts: how often the engine was started before; each time has a log of its own.
+    """
+
+    def __init__(
+        self, config: Config, index: int, devices: Sequence[str], threads: int, log_dir: Path, restarts: int = 0
+    ) -> None:
         from vime.serving.engine import EngineServer
 
         self._devices = devices
         self._server = EngineServer.from_config(
-            config, index=index, devices=devices, threads=threads, log_dir=log_dir, host=node_address()
+            config,
+            index=index,
+            devices=devices,
+            threads=threads,
+            log_dir=log_dir,
+            host=node_address(),
+            restarts=restarts,
         )
 
     def start(self) -> str:
@@ -161,6 +173,10 @@ class EngineActor:
     def failure(self) -> str | None:
         """Why the server is gone, or None while it runs."""
         return self._server.failure()
+
+    def ended(self) -> str:
+        """Waits until the server ends; returns its last words. To be called once it was started."""
+        return self._server.ended()
 
     def stop(self) -> None:
         self._server.stop()

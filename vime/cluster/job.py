@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from vime.cluster.checkpoints import CriticCheckpoints
@@ -13,6 +13,7 @@ from vime.cluster.memory import MemoryLedger
 from vime.cluster.placement import Placement
 from vime.cluster.record import Record
 from vime.cluster.session import Slots
+from vime.cluster.supervision import HealthChecks, Supervisor
 from vime.cluster.train_group import TrainGroup
 from vime.cluster.training_job import TrainingJob, split
 from vime.cluster.transport import chosen_transport
@@ -26,7 +27,8 @@ from vime.rollout.manager import RolloutManager
 from vime.rollout.staleness import WeightHistory
 from vime.rollout.tasks import together
 from vime.serving.client import RouterClient
-from vime.serving.control import EngineControl
+from vime.serving.fleet import Fleet
+from vime.serving.health import check_generates
 from vime.serving.http import EngineError
 from vime.serving.teacher import TeacherClient
 from vime.types import WeightVersion
@@ -63,13 +65,13 @@ class Job(TrainingJob):
         self._manager: RolloutManager | None = None
         self._critic = Critic(config, placement, slots.threads, turns) if config.algorithm.needs_critic else None
         self._engines = EngineGroup(config, placement, slots.threads, Path(config.ops.run_dir) / "logs")
+        self._fleet = Fleet(self._engines.router, tolerant=config.sampling.use_fault_tolerance)
         self._ledger = MemoryLedger(trainer.memory_gib, self._engines.memory_gib, record.report.note)
         self._pool = make_pool(config)
         self._client: RouterClient | None = None
         self._hub: RewardHub | None = None
         url = config.distillation.opd_teacher_url
         self._teacher = None if url is None else TeacherClient(url, timeout_s=config.engine.request_timeout_s)
-        self._controls: list[EngineControl] = []
 
     async def start(self) -> None:
         config = self._config
@@ -82,27 +84,38 @@ class Job(TrainingJob):
         else:
             await together([self._start_models(), self._start_engines(), self._pool.start()])
         self._client = RouterClient(
-            self._engines.router_url, self._controls, request_timeout_s=config.engine.request_timeout_s
+            self._engines.router_url, self._fleet, request_timeout_s=config.engine.request_timeout_s
         )
         router = urlsplit(self._engines.router_url)
         args = config.args.extended(vllm_router_ip=router.hostname, vllm_router_port=router.port)
         self._hub = make_hub(config, self._prompts, args, self._pool)
         rewarder = make_rewarder(config, self._prompts, self._hub, self._teacher, EngineError)
-        self.weights = GroupWeightSync(
+        self.weights = weights = GroupWeightSync(
             config,
             self.trainer,
-            self._controls,
+            self._fleet,
             self.turns,
             probe_prompt=self._prompts.probe_prompt(),
             broadcasts=self._broadcasts,
             ledger=self._ledger,
             version=self._saved_version() - 1,
+            unscheduled=self._history.advanced,
         )
         self.rollouts = self._manager = make_manager(
             config, self._prompts, args, self._client, self._hub, self._record.recorder, self._history, rewarder
         )
         if self._state.get("rollouts") is not None:
             self._manager.load_state_dict(self._state["rollouts"])
+        self._supervisor = Supervisor(
+            self._fleet,
+            self._engines,
+            self._engines.router,
+            weights.restore,
+            health=health_checks(config),
+            room=self.turns.start_of_engine,
+            say=self._record.report.say,
+        )
+        self._record.report.ask(self._fleet.taken_counts)
         self.schedule = self._make_schedule()
         self.checkpoints = self._make_checkpoints()
 
@@ -140,9 +153,12 @@ class Job(TrainingJob):
         return None if self._critic is None else self._critic.checkpoints
 
     async def _start_engines(self) -> None:
-        await self._engines.start()
-        self._controls = [EngineControl(url, f"engine {i}") for i, url in enumerate(self._engines.urls)]
-        await self.turns.engines_started(self._controls)
+        for index, engine in enumerate(await self._engines.start()):
+            self._fleet.started(index, engine)
+        await self.turns.engines_started(self._fleet)
+
+    async def watch(self) -> NoReturn:
+        await self._supervisor.run()
 
     async def failures(self) -> list[str]:
         return await self._engines.failures()
@@ -158,9 +174,19 @@ class Job(TrainingJob):
             await self._client.close()
         if self._teacher is not None:
             await self._teacher.close()
-        for control in self._controls:
-            await control.close()
+        await self._fleet.close()
         await self._engines.stop()
         if self._critic is not None:
             await self._critic.stop()
         await super().stop()
+
+
+def health_checks(config: Config) -> HealthChecks:
+    """How engines are asked for a token (``--rollout-health-check-*``)."""
+    engine = config.engine
+    return HealthChecks(
+        check=check_generates,
+        first_wait_s=engine.rollout_health_check_first_wait,
+        interval_s=engine.rollout_health_check_interval,
+        timeout_s=engine.rollout_health_check_timeout,
+    )

@@ -65,6 +65,7 @@ async def run(config: Config) -> None:
         train = async_loop.train if config.asynchrony.asynchronous else loop.train
         await supervised(
             train(job.schedule, job.rollouts, job.learner, job.weights, job.checkpoints, record.report),
+            job.watch(),
             job.failures,
         )
         record.report.finish(peak_memory_bytes=memory.peak_bytes, resume_command=resume_command(config))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import NoReturn
+
 from vime.cluster.actors import SftActor
 from vime.cluster.placement import Placement
 from vime.cluster.record import Record
@@ -36,6 +39,10 @@ class SftJob(TrainingJob):
         await self._start_trainer()
         self.schedule = self._make_schedule()
         self.checkpoints = self._make_checkpoints()
+
+    async def watch(self) -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError("there is nothing that could happen to servers")
 
     async def failures(self) -> list[str]:
         return []

@@ -11,7 +11,7 @@ import ray
 from vime.cluster.actors import ModelActor, TrainActor, environment
 from vime.cluster.calls import wait_all
 from vime.config import Config
-from vime.types import RolloutBatch, TokenScores, TrainBatch, TrainResult
+from vime.types import RolloutBatch, TokenScores, TrainBatch, TrainResult, WeightVersion
 
 if TYPE_CHECKING:
     from vime.training.offload import Part
@@ -89,14 +89,18 @@ class TrainGroup:
         """What the reporting rank answered."""
         return next(result for result, info in zip(results, self._infos, strict=True) if info.is_reporter)
 
-    async def export_weights(self) -> Export:
-        """The current weights, packed in memory that engines on the same machine can read."""
-        exports: list[Export | None] = await self._call(self._ranks, "export_weights", what="exporting the weights")
+    async def export_weights(self, version: WeightVersion) -> Export:
+        """The current weights, which will be that version, packed in memory that engines on the same machine can
+        read."""
+        exports: list[Export | None] = await self._call(
+            self._ranks, "export_weights", version, what="exporting the weights"
+        )
         return next(export for export in exports if export is not None)
 
-    async def weight_plan(self) -> WeightPlan:
-        """What the sync that begins now will broadcast."""
-        plans: list[WeightPlan] = await self._call(self._ranks, "weight_plan", what="planning the weight sync")
+    async def weight_plan(self, version: WeightVersion) -> WeightPlan:
+        """What the sync that begins now will broadcast as that version."""
+        what = "planning the weight sync"
+        plans: list[WeightPlan] = await self._call(self._ranks, "weight_plan", version, what=what)
         return plans[0]
 
     async def invite_engines(self, members: int, timeout_s: float) -> Invitation:

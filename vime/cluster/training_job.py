@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from vime.checkpoints import CheckpointStore
 from vime.cluster.checkpoints import CriticCheckpoints, GroupCheckpoints
@@ -57,6 +57,10 @@ class TrainingJob(ABC):
     @abstractmethod
     async def start(self) -> None:
         """Starts the processes, then puts together what the loop needs."""
+
+    @abstractmethod
+    async def watch(self) -> NoReturn:
+        """Looks after the servers for as long as the run lasts. Raises EngineError when it cannot go on."""
 
     @abstractmethod
     async def failures(self) -> list[str]:

@@ -2,19 +2,21 @@
 
 The order of a rollout: the engines generate; they sleep, and the trainer comes back and learns; its weights go to
 shared host memory, and it leaves; the engines take memory for weights and load them, then memory for keys and values.
-Under --colocate-critic the critic is one more that comes and leaves.
+Under --colocate-critic the critic is one more that comes and leaves. An engine that is started in the place of one that
+was lost takes memory while no model is on the devices, and no model comes until it has started.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from vime.cluster.train_group import TrainGroup
-from vime.rollout.tasks import together
 from vime.serving.control import EngineControl
+from vime.serving.fleet import Fleet
 from vime.types import RolloutBatch, TokenScores, TrainResult
 
 TIMEOUT_S = 300.0
@@ -31,29 +33,42 @@ class Turns:
 
     def __init__(self, trainer: TrainGroup, *, trainer_leaves: bool, engines_sleep: bool) -> None:
         self._trainer = trainer
-        self._trainer_leaves, self.engines_sleep = trainer_leaves, engines_sleep
-        self._engines: Sequence[EngineControl] = ()
-        self._asleep = False
+        self.trainer_leaves, self.engines_sleep = trainer_leaves, engines_sleep
+        self.trained = 0  # how often, since this was last set to 0
+        self._fleet = Fleet()
+        self._sleeping: set[EngineControl] = set()
+        self._asleep = False  # the devices are not the engines'
         self._here: TrainGroup | None = trainer
         self._trainer_stays = False
+        self._turn = asyncio.Lock()  # of whoever uses the models or moves them
+        self._lent = False  # to engines that start, though no model has given up its turn
+        self._starting = 0  # engines
+        self._moved = asyncio.Condition()  # notified when one of these changes
 
     def guest(self, model: TrainGroup) -> Guest:
         """Another model that takes turns on the same devices."""
         return Guest(self, model)
 
-    async def engines_started(self, engines: Sequence[EngineControl]) -> None:
+    async def engines_started(self, fleet: Fleet) -> None:
         """They have dummy or old weights, and hand the devices over to the trainer, which starts next."""
-        self._engines = engines
+        self._fleet = fleet
         await self._sleep(2)
 
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Nobody else uses models, or moves them or engines, within."""
+        async with self._turn:
+            yield
+
     async def score(self, batch: RolloutBatch) -> dict[int, TokenScores]:
-        await self.come(self._trainer)
-        return await self._trainer.score(batch)
+        async with self.computing(self._trainer):
+            return await self._trainer.score(batch)
 
     async def train(self, batch: RolloutBatch) -> TrainResult:
         """Afterwards the engines have no weights until the next sync."""
-        await self.come(self._trainer)
-        return await self._trainer.train(batch)
+        async with self.computing(self._trainer):
+            self.trained += 1
+            return await self._trainer.train(batch)
 
     async def save(self, directory: Path) -> None:
         async with self.visit(self._trainer):
@@ -63,9 +78,28 @@ class Turns:
         async with self.visit(self._trainer):
             await self._trainer.save_hf(directory)
 
+    @asynccontextmanager
+    async def computing(self, model: TrainGroup) -> AsyncIterator[None]:
+        """The model has the devices to itself, and no weights are fetched from it."""
+        async with self._turn:
+            await self._come(model)
+            yield
+
+    @property
+    def engines_are_asleep(self) -> bool:
+        return self._asleep
+
     async def to_export(self) -> None:
-        """The trainer is there with its weights, also after a rollout in which it had nothing to learn."""
-        await self.come(self._trainer)
+        """The trainer is there with its weights, also after a rollout in which it had nothing to learn. To be called,
+        as what follows, within ``turn``."""
+        await self._come(self._trainer)
+
+    async def to_starts(self) -> None:
+        """The devices are free for engines that start, until the next step."""
+        await self._leave()
+        async with self._moved:
+            self._lent = True
+            self._moved.notify_all()
 
     async def to_weights(self, *, trainer_stays: bool = False) -> None:
         """The engines make room for weights; the trainer's are in shared memory by now, so it leaves before.
@@ -76,52 +110,79 @@ class Turns:
         self._trainer_stays = trainer_stays
         if not trainer_stays:
             await self._leave()
-        if self._asleep:
-            await self._all(lambda engine: engine.wake_up("weights", timeout_s=TIMEOUT_S))
+        await self._all(lambda engine: engine.wake_up("weights", timeout_s=TIMEOUT_S))
 
     async def to_generation(self) -> None:
         """The engines have their weights, and take memory for keys and values."""
         if self._trainer_stays:
             await self._leave()
             self._trainer_stays = False
-        if self._asleep:
-            await self._all(lambda engine: engine.wake_up("kv_cache", timeout_s=TIMEOUT_S))
-            self._asleep = False
+        await self._all(lambda engine: engine.wake_up("kv_cache", timeout_s=TIMEOUT_S))
+        await self._awake()
 
     @asynccontextmanager
     async def comparing(self) -> AsyncIterator[None]:
         """The trainer has its parameters on the devices beside the engines, for a short pass."""
-        if self._trainer_leaves:
+        if self.trainer_leaves:
             await self._trainer.onload("parameters")
         try:
             yield
         finally:
-            if self._trainer_leaves:
+            if self.trainer_leaves:
                 await self._trainer.offload("parameters")
 
     @asynccontextmanager
     async def visit(self, model: TrainGroup) -> AsyncIterator[None]:
         """The model has the devices between two rollouts, and the engines keep their weights."""
-        await self._sleep(1)
-        await self._enter(model)
-        yield
-        await self._leave()
-        if self._asleep:
+        async with self._turn:
+            await self._sleep(1)
+            await self._enter(model)
+            yield
+            await self._leave()
             await self._all(lambda engine: engine.wake_up(timeout_s=TIMEOUT_S))
-            self._asleep = False
+            await self._awake()
 
-    async def come(self, model: TrainGroup) -> None:
+    @asynccontextmanager
+    async def start_of_engine(self) -> AsyncIterator[None]:
+        """Waits until an engine may take all its memory; no model comes to the devices within."""
+        async with self._moved:
+            await self._moved.wait_for(lambda: self._lent or not self._asleep)
+            self._starting += 1
+        try:
+            yield
+        finally:
+            async with self._moved:
+                self._starting -= 1
+                self._moved.notify_all()
+
+    async def _come(self, model: TrainGroup) -> None:
         """The model has the devices to itself; engines that were there forget their weights."""
         await self._sleep(2)
         await self._enter(model)
 
     async def _sleep(self, level: int) -> None:
-        if self.engines_sleep and not self._asleep:
-            await self._all(lambda engine: engine.sleep(2 if level == 2 else 1, timeout_s=TIMEOUT_S))
+        if not self.engines_sleep:
+            return
+        if not self._asleep:
             self._asleep = True
+            self._fleet.hush()
+        async with self._moved:
+            self._lent = False
+            await self._moved.wait_for(lambda: self._starting == 0)
+        awake = [engine for engine in self._fleet if engine not in self._sleeping]
+        await self._fleet.each(lambda engine: engine.sleep(2 if level == 2 else 1, timeout_s=TIMEOUT_S), awake)
+        self._sleeping.update(awake)
+
+    async def _awake(self) -> None:
+        self._sleeping.clear()
+        if self._asleep:
+            self._fleet.unhush()
+        async with self._moved:
+            self._asleep = False
+            self._moved.notify_all()
 
     async def _enter(self, model: TrainGroup) -> None:
-        if self._trainer_leaves and self._here is not model:
+        if self.trainer_leaves and self._here is not model:
             await self._leave()
             await model.onload("parameters")
             await model.onload("rest")
@@ -133,13 +194,14 @@ class Turns:
 
     async def dismiss(self, model: TrainGroup) -> None:
         """The model leaves the devices, if models do that."""
-        if self._trainer_leaves:
+        if self.trainer_leaves:
             await model.offload("rest")
             await model.offload("parameters")
             self._here = None if self._here is model else self._here
 
     async def _all(self, call: Callable[[EngineControl], Coroutine[Any, Any, None]]) -> None:
-        await together([call(engine) for engine in self._engines])
+        """Calls all that sleep."""
+        await self._fleet.each(call, [engine for engine in self._fleet if engine in self._sleeping])
 
 
 class Guest:
@@ -153,12 +215,12 @@ class Guest:
         await self._turns.dismiss(self._model)
 
     async def score(self, batch: RolloutBatch) -> dict[int, TokenScores]:
-        await self._turns.come(self._model)
-        return await self._model.score(batch)
+        async with self._turns.computing(self._model):
+            return await self._model.score(batch)
 
     async def train(self, batch: RolloutBatch) -> TrainResult:
-        await self._turns.come(self._model)
-        return await self._model.train(batch)
+        async with self._turns.computing(self._model):
+            return await self._model.train(batch)
 
     async def save(self, directory: Path) -> None:
         async with self._turns.visit(self._model):

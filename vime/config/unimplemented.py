@@ -10,8 +10,7 @@ _BY_TOPIC = {
     "mixture of experts": "use-rollout-routing-replay",
     "training hooks": "model-name",
     "engines": "vllm-config vllm-enable-deterministic-inference vllm-weight-sync-packed prefill-num-servers "
-    "rollout-external-engine-addrs rollout-health-check-first-wait rollout-health-check-interval "
-    "rollout-health-check-timeout",
+    "rollout-external-engine-addrs",
     "watching": "load-debug-rollout-data-subsample save-debug-train-data dump-details check-weight-update-equal "
     "profile-target memory-recorder wandb-always-use-train-step log-reward-category "
     "log-correct-samples http-proxy",

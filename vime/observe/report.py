@@ -41,6 +41,7 @@ class RunReport:
         self._last_evals: dict[str, float] = {}
         self._rollouts = 0
         self._noted: dict[str, float] = {}
+        self._sources: list[Callable[[], Mapping[str, float]]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -60,10 +61,20 @@ class RunReport:
         """Takes metrics of the rollout that is being made; they are written with it."""
         self._noted |= metrics
 
+    def ask(self, source: Callable[[], Mapping[str, float]]) -> None:
+        """Has metrics of each rollout from there, from now on: what has happened since it was asked before."""
+        self._sources.append(source)
+
+    def say(self, line: str) -> None:
+        """Tells people something that happened."""
+        self._progress.log(line)
+
     def trained(self, batch: RolloutBatch, result: TrainResult) -> None:
         """Writes one row an optimizer step; the last one also has what is said of the rollout as a whole."""
         whole = {**batch.metrics, **self._timer.lap().metrics(), **result.memory, **self._noted}
         self._noted = {}
+        for source in self._sources:
+            whole |= source()
         if "perf/phase_time/sync" in whole:
             whole["perf/update_weights_time"] = whole["perf/phase_time/sync"]
         for number, step in enumerate(result.steps, start=1):

@@ -4,6 +4,7 @@ Invariants:
 * a grading never takes longer than its deadline: its process is killed, the Grade is an error, and a new process takes
   the place while the others go on;
 * every call of ``grade`` returns a Grade, whatever graders do; only cancellation passes through;
+* an answer whose process is killed by somebody else is graded once more, by another one;
 * after ``close`` no process is left.
 """
 
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vime.rewards.process import EndedIdle, GraderProcess, ProcessEnded
+from vime.rewards.process import EndedIdle, GraderProcess, Killed, ProcessEnded
 from vime.rewards.wire import DEADLINE_VARIABLE, grade_from_json
 from vime.types import Grade
 
@@ -109,7 +110,7 @@ class GraderProcessPool:
             return Grade.error(f"deadline of {self._deadline_s:g} s exceeded")
         except ProcessEnded as ended:
             self._replace(entry)
-            if isinstance(ended, EndedIdle) and tries > 1:
+            if isinstance(ended, EndedIdle | Killed) and tries > 1:
                 return await self._grade(request, tries - 1)
             self._counts["died"] += 1
             return Grade.error(str(ended))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,10 @@ class ProcessEnded(RuntimeError):
 
 class EndedIdle(ProcessEnded):
     """It was gone before it began with the request, so another process may take that."""
+
+
+class Killed(ProcessEnded):
+    """Somebody killed it, not its grader: the kernel, say, whose memory another process used up."""
 
 
 class GraderProcess:
@@ -85,6 +90,7 @@ class GraderProcess:
         Raises:
             TimeoutError: the grader took longer than ``deadline_s``.
             EndedIdle: the process ended before it began with the request.
+            Killed: it was killed by SIGKILL while grading.
             ProcessEnded: it ended while grading, or could not load the grader within ``load_deadline_s``.
         """
         assert self._process.stdin is not None
@@ -127,7 +133,8 @@ class GraderProcess:
         code = await self._process.wait()
         how = f"by signal {-code}" if code < 0 else f"with exit status {code}"
         last = self._last_error()
-        return ProcessEnded(f"the grader process ended {how}" + (f": {last}" if last else ""))
+        kind = Killed if code == -signal.SIGKILL else ProcessEnded
+        return kind(f"the grader process ended {how}" + (f": {last}" if last else ""))
 
     def _last_error(self) -> str:
         """The last line on its standard error; empty where we ended it ourselves."""

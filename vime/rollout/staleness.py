@@ -41,6 +41,10 @@ class WeightHistory:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def advanced(self, version: WeightVersion, trainings: int) -> None:
+        """The engines have ``version`` from now on, which has so many more trainings behind it than the last one."""
+        self.synced(version, self.trainings + trainings)
+
     @property
     def version(self) -> WeightVersion:
         """What the engines have; 0 before the first sync."""

@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 
 MEDIA_TYPE = "application/vnd.vime.generation+json"  # a request that accepts it gets it; any other gets vLLM's answer
+PROGRESS = "/vime/v1/progress"
 TOKEN_DTYPE = np.dtype("<i4")
 LOG_PROB_DTYPE = np.dtype("<f4")  # what the engine computes them in
 

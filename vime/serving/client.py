@@ -12,6 +12,7 @@ import numpy as np
 
 from vime.serving import answers
 from vime.serving.control import GENERATE, EngineControl, parse_version
+from vime.serving.fleet import Fleet
 from vime.serving.http import EngineError, HttpServer, Refused, Unreachable
 from vime.types import Generation, SamplingParams, WeightVersion
 
@@ -23,6 +24,11 @@ ABORT_PERIOD_S = 0.2
 ABORT_TIMEOUT_S = 60.0
 ENGINE_ID_PREFIX = "generate-tokens-"  # vLLM puts it before the id that a request came with
 FINISH_REASONS = ("stop", "length", "abort")
+NOTHING = Generation(token_ids=[], log_probs=[], weight_versions=[], finish_reason="abort")
+
+
+class Aborted(EngineError):
+    """An engine ended a request that nobody here wanted to end: it is given up."""
 
 
 class RouterClient:
@@ -32,17 +38,21 @@ class RouterClient:
     request samples the same tokens, because its seed is part of it.
 
     Args:
-        engines: where ``abort`` goes; the router knows no such call.
+        engines: where ``abort`` goes; the router knows no such call. Where they are a fleet that tolerates the loss of
+            engines, requests wait while none serves, which does not count against their deadline.
         request_timeout_s: deadline of one generation, all attempts together.
     """
 
-    def __init__(self, url: str, engines: Sequence[EngineControl] = (), *, request_timeout_s: float = 1800.0) -> None:
+    def __init__(
+        self, url: str, engines: Fleet | Sequence[EngineControl] = (), *, request_timeout_s: float = 1800.0
+    ) -> None:
         self._router = HttpServer("the router", url)
-        self._engines = engines
+        self._fleet = engines if isinstance(engines, Fleet) else Fleet.of(engines)
         self._request_timeout_s = request_timeout_s
         self._run = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
         self._in_flight: set[str] = set()
+        self._aborts = 0
 
     async def generate(self, token_ids: Sequence[int], params: SamplingParams, *, session_id: str) -> Generation:
         """Samples one continuation of ``token_ids``. Requests of one session reach the same engine.
@@ -55,8 +65,8 @@ class RouterClient:
         body = request_body(token_ids, params) | {"request_id": request_id}
         self._in_flight.add(ENGINE_ID_PREFIX + request_id)
         try:
-            async with asyncio.timeout(self._request_timeout_s):
-                return parse_generation(await self._answer(body, headers))
+            async with asyncio.timeout(self._request_timeout_s) as deadline:
+                return await self._generation(body, headers, deadline)
         except TimeoutError:
             waited = f"{self._request_timeout_s:g} s"
             raise EngineError(
@@ -65,17 +75,41 @@ class RouterClient:
         finally:
             self._in_flight.discard(ENGINE_ID_PREFIX + request_id)
 
-    async def _answer(self, body: dict[str, Any], headers: Mapping[str, str]) -> Any:
+    async def _generation(
+        self, body: dict[str, Any], headers: Mapping[str, str], deadline: asyncio.Timeout
+    ) -> Generation:
         for attempt in itertools.count(1):
+            await self._until_open(deadline)
+            if self._aborts and not self._fleet.is_open:
+                return NOTHING
             try:
-                return await self._router.call(
-                    "POST", GENERATE, body, timeout_s=self._request_timeout_s, headers=headers
-                )
-            except (Unreachable, Refused) as error:
+                return await self._attempt(body, headers)
+            except (Unreachable, Refused, Aborted) as error:
                 if attempt == ATTEMPTS or (isinstance(error, Refused) and error.status < 500):
                     raise
+                if self._aborts and self._fleet.tolerant:
+                    return NOTHING
+            self._fleet.count("requests_repeated")
             await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
         raise AssertionError("unreachable")
+
+    async def _attempt(self, body: dict[str, Any], headers: Mapping[str, str]) -> Generation:
+        answer = await self._router.call("POST", GENERATE, body, timeout_s=self._request_timeout_s, headers=headers)
+        generation = parse_generation(answer)
+        if generation.finish_reason == "abort" and self._fleet.tolerant and not self._aborts:
+            raise Aborted(f"an engine that is given up ended request {body['request_id']}")
+        return generation
+
+    async def _until_open(self, deadline: asyncio.Timeout) -> None:
+        """Waits for an engine that serves, or until requests are aborted."""
+        if self._fleet.is_open or self._aborts:
+            return
+        clock = asyncio.get_running_loop().time
+        end, begin = deadline.when(), clock()
+        assert end is not None
+        deadline.reschedule(None)
+        await self._fleet.until(lambda: self._fleet.is_open or bool(self._aborts))
+        deadline.reschedule(end + clock() - begin)
 
     async def abort(self) -> None:
         """Ends this client's requests in flight, and returns when each has answered with what it has.
@@ -83,17 +117,21 @@ class RouterClient:
         Requests may still be on their way to an engine, so the call is repeated until none is left.
 
         Raises:
-            EngineError: some are left after a minute.
+            EngineError: an engine fails, or some requests are left after a minute. In a fleet that tolerates the loss
+                of engines, those that fail are lost, and with them their requests.
         """
+        self._aborts += 1
+        self._fleet.wake()
         try:
-            async with asyncio.timeout(ABORT_TIMEOUT_S):
+            async with asyncio.timeout(None if self._fleet.tolerant else ABORT_TIMEOUT_S):
                 while self._in_flight:
-                    ids = sorted(self._in_flight)
-                    await asyncio.gather(*(engine.abort(ids) for engine in self._engines if engine.dead is None))
+                    await self._fleet.each(lambda engine: engine.abort(sorted(self._in_flight)))
                     await asyncio.sleep(ABORT_PERIOD_S)
         except TimeoutError:
             left = len(self._in_flight)
             raise EngineError(f"{left} requests did not end within {ABORT_TIMEOUT_S:g} s of being aborted") from None
+        finally:
+            self._aborts -= 1
 
     async def close(self) -> None:
         await self._router.close()

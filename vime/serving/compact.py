@@ -68,9 +68,10 @@ class CompactAnswers:
             state.online_renderer,
             request_logger=state.serving_tokens.request_logger,
         )
-        app.router.routes.insert(
-            0, APIRoute(COMPACT, generate, methods=["POST"], dependencies=[Depends(validate_json_request)])
-        )
+        app.router.routes[:0] = [
+            APIRoute(COMPACT, generate, methods=["POST"], dependencies=[Depends(validate_json_request)]),
+            APIRoute(answers.PROGRESS, progress, methods=["GET"]),
+        ]
         args = state.args
         if (args.api_server_count or 1) > 1:
             self._peers = Peers(f"{args.host}:{args.port}", args.api_server_count, state.engine_client)
@@ -82,6 +83,8 @@ def _accepts_compact(scope: Message) -> bool:
 
 class CompactTokens(ServingTokens):  # type: ignore[misc]
     """vLLM's handler of token requests, which takes, checks and runs them as ever, and answers in our way."""
+
+    finished = 0
 
     async def serve_tokens(self, request: GenerateRequest, raw_request: Request | None = None) -> bytes | ErrorResponse:
         params = request.sampling_params
@@ -100,6 +103,7 @@ class CompactTokens(ServingTokens):  # type: ignore[misc]
             return self.create_error_response("Client disconnected")
         output = results[-1].outputs[0]
         self._raise_if_error(output.finish_reason, request_id)
+        self.finished += output.finish_reason != "abort"
         return encoded(output)
 
 
@@ -127,6 +131,14 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response:
     if isinstance(answer, ErrorResponse):
         return JSONResponse(answer.model_dump(), status_code=answer.error.code)
     return Response(answer, media_type=answers.MEDIA_TYPE)
+
+
+async def progress(raw_request: Request) -> JSONResponse:
+    """How far the requests of this API server are; see ``serving.health.Progress``."""
+    state = raw_request.app.state
+    running = state.engine_client.output_processor.request_states
+    tokens = {name: each.detokenizer.num_output_tokens() for name, each in running.items() if each.detokenizer}
+    return JSONResponse({"server": os.getpid(), "finished": state.compact_tokens.finished, "running": tokens})
 
 
 class Peers:

@@ -102,6 +102,11 @@ class EngineControl:
         answer: dict[str, Any] = await self._server.call("POST", GENERATE, body, timeout_s=timeout_s, headers=headers)
         return answer
 
+    async def progress(self, *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        """What an API server of the engine knows of its requests; see ``serving.health.Progress``."""
+        answer: dict[str, Any] = await self._server.call("GET", answers.PROGRESS, timeout_s=timeout_s)
+        return answer
+
     async def close(self) -> None:
         await self._server.close()
 

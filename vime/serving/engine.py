@@ -113,6 +113,7 @@ class EngineServer:
 
     Args:
         index: number of the engine, for messages and the name of its log.
+        restarts: how often it was started before, for the name of its log.
         port: 0 for a free one.
         start_timeout_s: deadline from the start of the process to the first generated token.
     """
@@ -126,12 +127,13 @@ class EngineServer:
         port: int = 0,
         log_dir: Path,
         start_timeout_s: float = 600.0,
+        restarts: int = 0,
     ) -> None:
         self.name = f"engine {index}"
         self._spec = spec
         self._host = host
         self._port = port
-        self._log = log_dir / f"engine_{index}.log"
+        self._log = log_dir / (f"engine_{index}_restart_{restarts}.log" if restarts else f"engine_{index}.log")
         self._start_timeout_s = start_timeout_s
         self._reserved: ReservedPort | None = None
         self._process: ServerProcess | None = None
@@ -146,6 +148,7 @@ class EngineServer:
         threads: int,
         log_dir: Path,
         host: str = LOOPBACK,
+        restarts: int = 0,
     ) -> EngineServer:
         spec = EngineSpec(
             model=Path(config.checkpoint.hf_checkpoint),
@@ -161,7 +164,7 @@ class EngineServer:
             flags=config.vllm,
         )
         timeout_s = config.engine.engine_start_timeout_s
-        return cls(spec, index=index, host=host, log_dir=log_dir, start_timeout_s=timeout_s)
+        return cls(spec, index=index, host=host, log_dir=log_dir, start_timeout_s=timeout_s, restarts=restarts)
 
     @property
     def url(self) -> str:
@@ -222,6 +225,11 @@ class EngineServer:
     def failure(self) -> str | None:
         """Why the server is gone, or None while it runs."""
         return self._process.failure() if self._process is not None else f"{self.name} was not started"
+
+    def ended(self) -> str:
+        """Waits until the server ends; returns its last words."""
+        assert self._process is not None, "the engine was not started"
+        return self._process.ended()
 
     def stop(self) -> None:
         """Ends the server and everything below it; harmless when it has ended already."""

@@ -1,21 +1,61 @@
 """Whether an engine still generates.
 
-A server's own /health stays green while decoding is stuck, so the proof of health is one generated token.
+A server's own /health stays green while decoding is stuck, so the proof of health is a generated token. An engine that
+has more requests than it takes at a time lets a new one wait, perhaps for minutes: then tokens of others count.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from vime.serving.client import parse_generation, request_body
 from vime.serving.control import EngineControl
+from vime.serving.http import EngineError, Late
 from vime.types import SamplingParams
 
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=1.0, seed=0, ignore_eos=True)
+LOOKS = 10  # for the progress of others
 
 
-async def check_generates(engine: EngineControl, *, timeout_s: float) -> None:
+async def check_generates(engine: EngineControl, timeout_s: float) -> None:
     """Makes the engine generate one token. A paused engine would hold the request: do not ask it.
 
     Raises:
-        EngineError: it is unreachable, answers with an error, or does not answer within ``timeout_s``.
+        EngineError: it is unreachable or answers with an error; or within ``timeout_s`` there was no answer, and then,
+            within another ``timeout_s``, no token for anybody.
     """
-    parse_generation(await engine.generate(request_body([0], ONE_TOKEN), timeout_s=timeout_s))
+    try:
+        parse_generation(await engine.generate(request_body([0], ONE_TOKEN), timeout_s=timeout_s))
+    except Late as late:
+        if not await _others_progress(engine, timeout_s):
+            raise EngineError(f"{late}, and generates nothing for others either") from None
+
+
+async def _others_progress(engine: EngineControl, timeout_s: float) -> bool:
+    seen: dict[int, Progress] = {}
+    for _ in range(LOOKS):
+        now = Progress.of(await engine.progress(timeout_s=timeout_s))
+        if now.server in seen and now.is_ahead_of(seen[now.server]):
+            return True
+        seen.setdefault(now.server, now)
+        await asyncio.sleep(timeout_s / LOOKS)
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What one API server of an engine knows of its requests; there may be several."""
+
+    server: int  # its process
+    finished: int  # since it was started
+    running: Mapping[str, int]  # tokens of each so far
+
+    @classmethod
+    def of(cls, answer: Mapping[str, object]) -> Progress:
+        return cls(**{name: answer[name] for name in cls.__dataclass_fields__})  # type: ignore[arg-type]
+
+    def is_ahead_of(self, before: Progress) -> bool:
+        grown = any(tokens > before.running.get(request, tokens) for request, tokens in self.running.items())
+        return grown or self.finished > before.finished

@@ -18,6 +18,10 @@ class Unreachable(EngineError):
     """Nobody answered: the connection could not be made or broke."""
 
 
+class Late(EngineError):
+    """There was no answer in time."""
+
+
 class Refused(EngineError):
     """An answer with an error status."""
 
@@ -56,7 +60,7 @@ class HttpServer:
         Raises:
             Unreachable: no connection.
             Refused: an error status; the message ends with the server's own words.
-            EngineError: no answer within ``timeout_s``.
+            Late: no answer within ``timeout_s``.
         """
         payload = None if body is None else orjson.dumps(body)
         sent = {"Content-Type": "application/json", **(headers or {})}
@@ -67,7 +71,7 @@ class HttpServer:
             ):
                 content = await answer.read()
         except TimeoutError:
-            raise EngineError(f"{self} did not answer {path} within {timeout_s:g} s") from None
+            raise Late(f"{self} did not answer {path} within {timeout_s:g} s") from None
         except aiohttp.ClientError as error:
             raise Unreachable(f"{self} cannot be reached for {path}: {error or type(error).__name__}") from None
         if answer.status >= 400:

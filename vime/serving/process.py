@@ -51,13 +51,20 @@ class ServerProcess:
     def failure(self) -> str | None:
         """Why the server is gone, in its own last words; None while it runs."""
         code = self._guard.poll()
-        if code is None:
-            return None
+        return None if code is None else self._last_words(code)
+
+    def ended(self) -> str:
+        """Waits until the server is gone; returns its last words."""
+        return self._last_words(self._guard.wait())
+
+    def _last_words(self, code: int) -> str:
         return f"The end of {self.log}:\n{self.tail()}\n{self.name} ended with status {code}: {self.cause()}"
 
     def cause(self) -> str:
         """The last line of the log that looks like an error."""
-        lines = [line.strip() for line in self._lines() if any(word in line for word in CAUSES)]
+        lines = [
+            line.strip() for line in self._lines() if any(word in line for word in CAUSES) and " WARNING " not in line
+        ]
         return lines[-1][:CAUSE_CHARACTERS] if lines else "no error in its log"
 
     def tail(self) -> str:

@@ -7,12 +7,13 @@ import os
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vime.config.foreign import command_words
-from vime.serving.http import EngineError, HttpServer
+from vime.serving.http import EngineError, HttpServer, Refused
 from vime.serving.process import ReservedPort, ServerProcess
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.1
 START_TIMEOUT_S = 60.0  # the engines are healthy before; the router itself is up in about a second
+ADD_TIMEOUT_S = 30.0  # it asks the engine whether it is healthy
 DEREGISTER_TIMEOUT_S = 2.0
 
 
@@ -31,6 +33,8 @@ class RouterServer:
         flags: the router's flags, by attribute name; they win over defaults of ours.
         external: (host, port) of a router which runs already; this object then only adds and removes engines there.
         request_timeout_s: how long the router waits for an engine's answer.
+        reports_failures: it does not send a request again that failed with its engine; whoever asked does, who knows
+            better when another engine can take it.
     """
 
     def __init__(
@@ -42,16 +46,19 @@ class RouterServer:
         port: int = 0,
         log_dir: Path,
         request_timeout_s: float = 1800.0,
+        reports_failures: bool = False,
     ) -> None:
         self._flags = dict(flags or {})
         self._external = external
         self._host = host
         self._port = port
         self._log = log_dir / "router.log"
+        self._restarts = 0
         self._request_timeout_s = request_timeout_s
+        self._reports_failures = reports_failures
         self._reserved: list[ReservedPort] = []
         self._process: ServerProcess | None = None
-        self._engine_urls: list[str] = []
+        self._engine_urls: list[str] = []  # those that it has, or is to have
         self.url = f"http://{external[0]}:{external[1]}" if external else ""
 
     @classmethod
@@ -66,6 +73,7 @@ class RouterServer:
             port=port,
             log_dir=log_dir,
             request_timeout_s=engine.request_timeout_s,
+            reports_failures=config.sampling.use_fault_tolerance,
         )
 
     async def start(self, engine_urls: Sequence[str]) -> str:
@@ -77,8 +85,17 @@ class RouterServer:
         """
         self._engine_urls = list(engine_urls)
         if not self._external:
-            self._launch()
-        router = HttpServer("the router", self.url)
+            self._reserve()
+            self._launch(self._engine_urls)
+        try:
+            async with self._client() as router:
+                await self._until_all_are_healthy(router)
+        except BaseException:
+            self.stop()
+            raise
+        return self.url
+
+    async def _until_all_are_healthy(self, router: HttpServer) -> None:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 if self._external:
@@ -86,20 +103,93 @@ class RouterServer:
                 while missing := await self._not_healthy(router):  # noqa: ASYNC110  another process sets no event
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
-            self.stop()
             raise EngineError(f"{router} did not find these engines healthy: {', '.join(missing)}") from None
+
+    async def restart(self) -> list[str]:
+        """Starts our router again, after it ended, on the port that it had and with the engines that it should have.
+
+        Returns:
+            The engines that it did not find healthy within half a minute; it does not have them.
+
+        Raises:
+            EngineError: it does not start.
+        """
+        assert self._process is not None, "somebody else's router is somebody else's to restart"
+        await asyncio.to_thread(self._process.stop)
+        self._restarts += 1
+        self._log = self._log.with_name(f"router_restart_{self._restarts}.log")
+        self._launch(())  # with engines it would wait for all of them, also for one that is gone by now
+        async with self._client() as router:
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    while await self._not_healthy(router, but=self._engine_urls):  # noqa: ASYNC110
+                        await asyncio.sleep(POLL_S)
+            except TimeoutError:
+                raise EngineError(f"{router} did not start within {START_TIMEOUT_S:g} s") from None
+            urls = list(self._engine_urls)
+            taken = await asyncio.gather(*(self._takes(router, url) for url in urls))
+        refused = [url for url, is_taken in zip(urls, taken, strict=True) if not is_taken]
+        self._engine_urls = [url for url in self._engine_urls if url not in refused]
+        return refused
+
+    async def _takes(self, router: HttpServer, url: str) -> bool:
+        try:
+            await self._add(router, url)
+        except EngineError:
+            return False
+        return True
+
+    async def add(self, url: str) -> None:
+        """Has requests sent to a healthy engine; nothing happens if it has it already.
+
+        Raises:
+            EngineError: it cannot be reached, or does not find the engine healthy.
+        """
+        if url in self._engine_urls:
+            return
+        self._engine_urls.append(url)  # a router that is restarted meanwhile gets it too
+        try:
+            async with self._client() as router:
+                await self._add(router, url)
         except BaseException:
-            self.stop()
+            self._engine_urls.remove(url)
             raise
+
+    async def _add(self, router: HttpServer, url: str) -> None:
+        try:
+            await router.call("POST", "/workers", {"url": url}, timeout_s=ADD_TIMEOUT_S)
+        except Refused as error:
+            if "already exists" not in str(error):
+                raise
+
+    async def remove(self, url: str) -> None:
+        """Has no more requests sent to an engine; those in flight end with it. Never raises."""
+        if url in self._engine_urls:
+            self._engine_urls.remove(url)
+            await asyncio.to_thread(self._deregister, url)
+
+    async def ended(self) -> str:
+        """Waits until our router ends and returns its last words; for ever if it is somebody else's."""
+        while (words := self.failure()) is None:  # noqa: ASYNC110  another process sets no event
+            await asyncio.sleep(POLL_S)
+        return words
+
+    @asynccontextmanager
+    async def _client(self) -> AsyncIterator[HttpServer]:
+        router = HttpServer("the router", self.url)
+        try:
+            yield router
         finally:
             await router.close()
-        return self.url
 
-    def _launch(self) -> None:
+    def _reserve(self) -> None:
         port = ReservedPort(self._host, self._port, flag="--vllm-router-port")
-        metrics = ReservedPort(LOOPBACK)
-        self._reserved = [port, metrics]
+        self._metrics_port = ReservedPort(LOOPBACK)
+        self._reserved = [port, self._metrics_port]
+        self._port = port.number
         self.url = f"http://{self._host}:{port.number}"
+
+    def _launch(self, engine_urls: Sequence[str]) -> None:
         defaults = {
             "policy": "consistent_hash",  # a session stays on the engine that has its keys and values cached
             "request_timeout_secs": int(self._request_timeout_s) + 1,
@@ -107,11 +197,13 @@ class RouterServer:
             "worker_startup_check_interval": 1,
             "log_level": "warning",
         }
+        if self._reports_failures:
+            defaults["disable_retries"] = True
         owned = {
             "host": self._host,
-            "port": port.number,
-            "prometheus_port": metrics.number,
-            "worker_urls": self._engine_urls,
+            "port": self._port,
+            "prometheus_port": self._metrics_port.number,
+            "worker_urls": list(engine_urls),
         }
         words = command_words("router", defaults | self._flags | owned)
         command = [sys.executable, "-m", "vllm_router.launch_router", *words]
@@ -123,7 +215,7 @@ class RouterServer:
             if url not in known:
                 await router.call("POST", "/workers", {"url": url}, timeout_s=START_TIMEOUT_S)
 
-    async def _not_healthy(self, router: HttpServer) -> list[str]:
+    async def _not_healthy(self, router: HttpServer, *, but: Sequence[str] = ()) -> list[str]:
         failure = self.failure()
         if failure is not None:
             raise EngineError(failure)
@@ -133,7 +225,7 @@ class RouterServer:
             if self._external:
                 raise
             return ["(the router does not answer yet)"]
-        return [url for url in self._engine_urls if not workers.get(url, False)]
+        return [url for url in self._engine_urls if url not in but and not workers.get(url, False)]
 
     async def _workers(self, router: HttpServer) -> dict[str, bool]:
         """URL → whether the router holds it to be healthy."""

@@ -26,9 +26,12 @@ class SampledWeights:
         self._kept: list[WeightVersion] = []  # of each set the first version that has it
         self._is_kept = False  # whether the newest set has the present weights
 
-    def exported(self) -> None:
-        """The engines get the present weights, as the next version."""
-        self._version += 1
+    def exported(self, version: WeightVersion | None = None) -> None:
+        """The engines get the present weights, as that version, by default the next one.
+
+        Some may get it once more, while the weights are the same.
+        """
+        self._version = self._version + 1 if version is None else version
         if not self._is_kept:
             self._sets.keep(_name(self._version))
             self._kept.append(self._version)

@@ -40,7 +40,7 @@ from vime.training.sampled_weights import SampledWeights
 from vime.training.step import Objective
 from vime.training.weight_sets import WeightSets
 from vime.training.weights_io import load_hf_weights, save_hf
-from vime.types import TokenScores, TrainBatch, TrainResult, TrainSample, TrainStep
+from vime.types import TokenScores, TrainBatch, TrainResult, TrainSample, TrainStep, WeightVersion
 from vime.weights.invitation import Invitation, SendReport
 from vime.weights.plan import WeightPlan
 
@@ -78,14 +78,18 @@ class TrainWorker(ModelWorker[Given]):
             with self._weight_sets.use(REFERENCE):
                 save_megatron(place, self.chunks, ckpt_format=self.config.checkpoint.ckpt_format)
 
-    def export_weights(self) -> Export | None:
-        """Writes the weights, under their HF names, where engines on this machine can map them; None beside rank 0."""
-        self._weights_leave()
+    def export_weights(self, version: WeightVersion | None = None) -> Export | None:
+        """Writes the weights, under their HF names, where engines on this machine can map them; None beside rank 0.
+
+        Args:
+            version: which the engines will have; the next one by default.
+        """
+        self._weights_leave(version)
         return self._outlet.export()
 
-    def weight_plan(self) -> WeightPlan:
-        """What the sync that begins now will broadcast. Once for each sync, on all ranks, before anything is paused."""
-        self._weights_leave()
+    def weight_plan(self, version: WeightVersion | None = None) -> WeightPlan:
+        """What the sync that begins now will broadcast. For each sync, on all ranks, before anything is paused."""
+        self._weights_leave(version)
         return self._outlet.plan
 
     def invite_engines(self, address: str, members: int, timeout_s: float) -> Invitation:
@@ -100,9 +104,9 @@ class TrainWorker(ModelWorker[Given]):
         """Sends the weights to the group, in buckets; None beside rank 0. Twice in a sync if an engine failed."""
         return self._outlet.broadcast(bucket_bytes)
 
-    def _weights_leave(self) -> None:
+    def _weights_leave(self, version: WeightVersion | None) -> None:
         if self._sampled is not None:
-            self._sampled.exported()
+            self._sampled.exported(version)
 
     def log_probs_of(self, token_ids: Sequence[int], prompt_length: int) -> list[float]:
         """What the present weights say of the tokens after the prompt, in nats; empty beside the last stage."""

@@ -25,18 +25,20 @@ class SyncError(EngineError):
     """Weights did not reach every engine. The message names each engine that failed, the step and the reason.
 
     Engines that were touched before they failed are marked ``dead``; all others serve, under the new version if they
-    came to the end. ``failures``: the engines' URLs → what went wrong.
+    came to the end. ``failures``: the engines' URLs → what went wrong. ``untouched``: it came to nothing before any
+    engine was paused, so none has the new version; else all have it that did not fail.
     """
 
-    def __init__(self, failures: Mapping[str, str]) -> None:
+    def __init__(self, failures: Mapping[str, str], *, untouched: bool = True) -> None:
         super().__init__("; ".join(failures.values()))
         self.failures = dict(failures)
+        self.untouched = untouched
 
 
 class Transfer(Protocol):
     """A way from the trainer into engines."""
 
-    async def announce(self, engines: Sequence[EngineControl], *, timeout_s: float) -> None:
+    async def announce(self, engines: Sequence[EngineControl], version: WeightVersion, *, timeout_s: float) -> None:
         """Tells engines what will come, and how; none of them is touched. Raises SyncError."""
 
     async def load(self, engines: Sequence[EngineControl], *, timeout_s: float) -> Mapping[EngineControl, EngineError]:
@@ -66,7 +68,7 @@ async def sync_engines(
     clock = asyncio.get_running_loop().time
     report = SyncReport()
     begin = clock()
-    await transfer.announce(engines, timeout_s=timeout_s)
+    await transfer.announce(engines, version, timeout_s=timeout_s)
     report.announced_s = clock() - begin
     begin = clock()
     await _Update(transfer, engines, version, timeout_s, report).run()
@@ -108,7 +110,7 @@ class _Update:
             await asyncio.shield(asyncio.gather(*(self._give_up(engine, reason) for engine in self._engines)))
             raise
         if self._failures:
-            raise SyncError(self._failures)
+            raise SyncError(self._failures, untouched=False)
 
     async def _each(self, name: str, call: Callable[[EngineControl], Awaitable[None]]) -> None:
         clock = asyncio.get_running_loop().time

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from vime.serving.control import EngineControl
 from vime.serving.http import EngineError
+from vime.types import WeightVersion
 from vime.weights.invitation import Invitation, SendReport
 from vime.weights.plan import WeightPlan
 from vime.weights.sync import SyncError, every_engine, failures_of, step
@@ -40,7 +41,7 @@ class SharedMemory:
         self._export = export
         self._bucket_bytes = bucket_bytes
 
-    async def announce(self, engines: Sequence[EngineControl], *, timeout_s: float) -> None:
+    async def announce(self, engines: Sequence[EngineControl], version: WeightVersion, *, timeout_s: float) -> None:
         info = {"plan": self._export.plan.to_json()}
         await every_engine(engines, lambda engine: step("announce", engine.announce(info, timeout_s=timeout_s)))
 
@@ -58,8 +59,8 @@ class SharedMemory:
 class Broadcaster(Protocol):
     """The trainer's end of a process group (``weights.broadcast.Sender``), as the orchestration sees it."""
 
-    async def weight_plan(self) -> WeightPlan:
-        """What the sync that begins now will carry; once for each sync, before anything is paused."""
+    async def weight_plan(self, version: WeightVersion) -> WeightPlan:
+        """What the sync that begins now will carry as that version; for each sync, before anything is paused."""
 
     async def invite_engines(self, members: int, timeout_s: float) -> Invitation:
         """Listens for so many processes. What was before is closed."""
@@ -86,9 +87,9 @@ class Broadcast:
         self._invitation: Invitation | None = None
         self._plan: WeightPlan | None = None
 
-    async def announce(self, engines: Sequence[EngineControl], *, timeout_s: float) -> None:
+    async def announce(self, engines: Sequence[EngineControl], version: WeightVersion, *, timeout_s: float) -> None:
         """The plan first, so that one who refuses it keeps nobody waiting in a group."""
-        self._plan = await self._trainer.weight_plan()
+        self._plan = await self._trainer.weight_plan(version)
         info = {"plan": self._plan.to_json()}
         await every_engine(engines, lambda engine: step("announce", engine.announce(info, timeout_s=timeout_s)))
         await self._connect(engines, timeout_s)

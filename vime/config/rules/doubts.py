@@ -92,6 +92,15 @@ def wandb_flags(config: Config) -> Iterator[Violation]:
         yield Violation(f"{option(given[0])} has no effect without --use-wandb")
 
 
+def health_checks(config: Config) -> Iterator[Violation]:
+    if config.sampling.use_fault_tolerance:
+        return
+    prefix = "rollout_health_check_"
+    given = [name for name in config.origins if name.startswith(prefix) and config.origins[name] != "default"]
+    if given:
+        yield Violation(f"{option(given[0])} has no effect without --use-fault-tolerance")
+
+
 def balanced_packs(config: Config) -> Iterator[Violation]:
     coef = config.megatron.get("moe_aux_loss_coeff")
     if coef and config.batch.use_dynamic_batch_size:
@@ -122,6 +131,7 @@ WARNINGS = (
     tokens_without_packing,
     without_effect,
     wandb_flags,
+    health_checks,
     balanced_packs,
     never_saved,
     sequence_parallel_advised,

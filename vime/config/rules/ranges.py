@@ -59,13 +59,13 @@ RANGES: Mapping[str, Range] = dict(
             "lr min_lr lr_warmup_init "
             "lr_warmup_iters weight_decay clip_grad eps_clip_high kl_loss_coef kl_coef eval_min_new_tokens "
             "mtp_loss_scaling_factor "
-            "weight_probe_interval eval_temperature rollout_seed seed rollout_num_gpus "
+            "rollout_health_check_first_wait weight_probe_interval eval_temperature rollout_seed seed rollout_num_gpus "
             "overlong_penalty_factor tis_clip_low tis_veto opsm_delta max_staleness",
             Range(0),
         ),
         *_each(
             "rm_timeout_s agent_timeout_s request_timeout_s rollout_function_timeout_s engine_start_timeout_s "
-            "weight_sync_timeout_s",
+            "weight_sync_timeout_s rollout_health_check_interval rollout_health_check_timeout",
             Range(0, above=True),
         ),
         *_each("adam_beta1 adam_beta2 lr_warmup_fraction", Range(0, 1, below=True)),

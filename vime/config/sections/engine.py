@@ -17,6 +17,17 @@ class Engine:
     vllm_server_concurrency: int = flag(512, help="Most requests in flight for each engine.")
     request_timeout_s: float = flag(1800.0, help="Deadline of one generation request, in seconds.")
     engine_start_timeout_s: float = flag(600.0, help="Deadline of the start of an engine, in seconds.")
+    rollout_health_check_first_wait: float = flag(
+        0.0,
+        help="Seconds from the start of an engine until its health is first looked at. For models that take long "
+        "to warm up.",
+    )
+    rollout_health_check_interval: float = flag(
+        30.0, help="Seconds between health checks of an engine. A check generates one token."
+    )
+    rollout_health_check_timeout: float = flag(
+        30.0, help="Seconds without any token until an engine counts as stuck, and is restarted."
+    )
     weight_sync_timeout_s: float = flag(
         600.0,
         help="Deadline of each step of a weight sync on each engine, in seconds. Where weights go over a group, "

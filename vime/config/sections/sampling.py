@@ -34,8 +34,8 @@ class Sampling:
     )
     use_fault_tolerance: bool = flag(
         False,
-        help="Engines that die are started again, and answers that they were at are sampled anew by others; without "
-        "it the run ends.",
+        help="Engines that end or hang are started again, and answers that they were at are sampled anew by others; a "
+        "router that ends is started again too. Without it the run ends.",
     )
     max_sample_requeues: int = flag(
         10, help="With --use-fault-tolerance, how many times an answer is tried again before it counts as failed."

@@ -1,0 +1,284 @@
+"""What engines get when some of them fail or were restarted. Trainer and engines are fakes; the sync is real."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vime.cluster.turns import Turns
+from vime.cluster.weights import GroupWeightSync
+from vime.serving.fleet import Fleet, State
+from vime.serving.http import EngineError
+from vime.weights import transfers
+from vime.weights.plan import WeightPlan
+from vime.weights.sync import SyncError
+
+PLAN = WeightPlan.of([("a", (2,), "float32")])
+CONFIG: Any = SimpleNamespace(
+    engine=SimpleNamespace(weight_sync_timeout_s=60.0, update_weight_buffer_size=1 << 20, weight_probe_interval=0),
+    rollout=SimpleNamespace(rollout_temperature=1.0),
+    parallel=SimpleNamespace(dtype_name="float32"),
+)
+
+
+class Trainer:
+    """Its weights are a number, which training raises."""
+
+    plan, path = PLAN, "/proc/1/fd/1"
+
+    def __init__(self) -> None:
+        self.weights = 1
+        self.exported = 0
+        self.calls: list[str] = []
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+
+    async def train(self, batch: Any) -> Any:
+        await self.may_end.wait()
+        self.weights += 1
+
+    async def export_weights(self, version: int) -> Trainer:
+        self.calls.append(f"export {version}")
+        self.exported = self.weights
+        return self
+
+    async def weight_plan(self, version: int) -> WeightPlan:
+        self.calls.append(f"plan {version}")
+        return PLAN
+
+    async def log_probs_of(self, token_ids: list[int], prompt_length: int) -> list[float]:
+        return [-1.0] * (len(token_ids) - prompt_length)
+
+
+class Engine:
+    """Loads what the trainer exports, or has, when it is told to."""
+
+    def __init__(self, name: str, trainer: Trainer) -> None:
+        self.url, self.dead = name, None
+        self._trainer = trainer
+        self.serves: tuple[int, int] | None = None  # (version, weights)
+        self.fails_at = ""
+
+    def __str__(self) -> str:
+        return self.url
+
+    async def update(self, info: dict[str, Any], *, timeout_s: float) -> None:
+        self._fail("update")
+        self._loaded = self._trainer.exported if "path" in info else self._trainer.weights
+
+    async def finish_update(self, version: int, *, timeout_s: float) -> None:
+        self.serves = version, self._loaded
+
+    def _fail(self, name: str) -> None:
+        if name == self.fails_at:
+            raise EngineError(f"{self.url} cannot be reached for {name}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        async def call(*_: object, **__: object) -> None:
+            self._fail(name)
+
+        return call
+
+
+class OneBroadcast(transfers.SharedMemory):
+    """Stands in for a process group: what arrives is what the trainer has now."""
+
+    def __init__(self, trainer: Trainer, *, bucket_bytes: int) -> None:
+        self._trainer = trainer
+
+    async def announce(self, engines: Any, version: int, *, timeout_s: float) -> None:
+        await self._trainer.weight_plan(version)
+        await transfers.every_engine(engines, lambda engine: engine.announce({}, timeout_s=timeout_s))
+
+    async def load(self, engines: Any, *, timeout_s: float) -> Any:
+        return await transfers.failures_of(engines, lambda engine: engine.update({}, timeout_s=timeout_s))
+
+
+class Scene:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, engines: int = 2, broadcasts: bool = False, tolerant: bool = True
+    ) -> None:
+        monkeypatch.setattr("vime.cluster.weights.Broadcast", OneBroadcast)
+        monkeypatch.setattr(GroupWeightSync, "_probe_is_due", lambda self: False)
+        self.trainer: Any = Trainer()
+        self.fleet = Fleet(tolerant=tolerant)
+        self.turns = Turns(self.trainer, trainer_leaves=False, engines_sleep=False)
+        self.unscheduled: list[tuple[int, int]] = []
+        ledger: Any = SimpleNamespace(training=lambda: None, generating=lambda: None)
+        self.weights = GroupWeightSync(
+            CONFIG,
+            self.trainer,
+            self.fleet,
+            self.turns,
+            probe_prompt=[1],
+            broadcasts=broadcasts,
+            ledger=ledger,
+            version=0,
+            unscheduled=lambda version, trainings: self.unscheduled.append((version, trainings)),
+        )
+        self.engines = [self.start(index) for index in range(engines)]
+
+    def start(self, index: int) -> Engine:
+        engine: Any = Engine(f"engine {index}", self.trainer)
+        self.fleet.started(index, engine)
+        return engine
+
+    def restart(self, index: int) -> Engine:
+        self.fleet.lose(self.fleet[index], "killed")
+        return self.start(index)
+
+    async def train(self) -> None:
+        await self.turns.train(None)  # type: ignore[arg-type]
+
+    async def restore(self, engine: Any) -> bool:
+        return await self.weights.restore(engine)
+
+    def is_serving(self, engine: Any) -> bool:
+        return self.fleet.state_of(engine) is State.SERVING
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scene]:
+    return lambda **options: Scene(monkeypatch, **options)
+
+
+async def test_the_first_sync_must_reach_every_engine(scene: Callable[..., Scene]) -> None:
+    """What fails then would fail each time, such as a model that does not fit the plan."""
+    world = scene()
+    world.engines[1].fails_at = "announce"
+    with pytest.raises(SyncError, match="engine 1 cannot be reached for announce"):
+        await world.weights.sync()
+
+
+@pytest.mark.parametrize("step", ["announce", "pause", "start_update", "update", "resume"])
+@pytest.mark.parametrize("broadcasts", [False, True])
+async def test_the_others_get_the_new_version_when_an_engine_fails_in_a_sync(
+    scene: Callable[..., Scene], step: str, broadcasts: bool
+) -> None:
+    world = scene(broadcasts=broadcasts)
+    await world.weights.sync()
+    await world.train()
+    good, bad = world.engines
+    bad.fails_at = step
+    assert await world.weights.sync() == 2
+    assert good.serves == (2, 2)
+    assert world.fleet.engines == [good] == world.fleet.serving
+    assert bad.dead is not None and f"cannot be reached for {step}" in bad.dead
+    assert not world.fleet.is_quiet
+
+
+async def test_without_tolerance_a_failed_sync_is_raised(scene: Callable[..., Scene]) -> None:
+    world = scene(tolerant=False)
+    await world.weights.sync()
+    world.engines[1].fails_at = "update"
+    with pytest.raises(SyncError, match="engine 1 cannot be reached for update"):
+        await world.weights.sync()
+
+
+async def test_shared_memory_has_the_current_version_even_while_the_trainer_trains(scene: Callable[..., Scene]) -> None:
+    world = scene()
+    await world.weights.sync()
+    world.trainer.may_end.clear()
+    training = asyncio.ensure_future(world.train())
+    await asyncio.sleep(0)
+    engine = world.restart(0)
+    assert await world.restore(engine)
+    assert engine.serves == (1, 1) and world.is_serving(engine)
+    world.trainer.may_end.set()
+    await training
+    assert await world.weights.sync() == 2
+    assert engine.serves == (2, 2)
+
+
+async def test_a_trainer_that_has_not_trained_since_broadcasts_the_same_version_again(
+    scene: Callable[..., Scene],
+) -> None:
+    world = scene(broadcasts=True)
+    await world.weights.sync()
+    engine = world.restart(1)
+    assert await world.restore(engine)
+    assert engine.serves == (1, 1) and world.is_serving(engine)
+    assert world.trainer.calls == ["plan 1", "plan 1"], "for the trainer it is no other version either"
+    assert world.unscheduled == []
+
+
+async def test_an_engine_waits_for_the_next_sync_when_the_trainer_has_trained_and_others_serve(
+    scene: Callable[..., Scene],
+) -> None:
+    world = scene(broadcasts=True)
+    await world.weights.sync()
+    await world.train()
+    engine = world.restart(1)
+    assert not await world.restore(engine)
+    assert engine.serves is None and not world.is_serving(engine)
+    assert await world.weights.sync() == 2
+    assert engine.serves == (2, 2) and world.is_serving(engine)
+
+
+async def test_where_no_engine_is_left_all_get_what_the_trainer_has_as_a_new_version(
+    scene: Callable[..., Scene],
+) -> None:
+    world = scene(broadcasts=True)
+    await world.weights.sync()
+    world.trainer.may_end.clear()
+    training = asyncio.ensure_future(world.train())
+    await asyncio.sleep(0)
+    first, second = world.restart(0), world.restart(1)
+    restores = [asyncio.ensure_future(world.restore(engine)) for engine in (first, second)]
+    await asyncio.sleep(0.01)
+    assert not any(each.done() for each in restores), "the trainer is at work"
+    world.trainer.may_end.set()
+    await training
+    assert await asyncio.gather(*restores) == [True, True]
+    assert first.serves == second.serves == (2, 2)
+    assert world.weights.version == 2
+    assert world.unscheduled == [(2, 1)], "one training more than the version before"
+
+
+async def test_a_sync_that_is_asked_for_goes_before_one_that_nobody_asked_for(scene: Callable[..., Scene]) -> None:
+    world = scene(engines=1, broadcasts=True)
+    await world.weights.sync()
+    world.trainer.may_end.clear()
+    training = asyncio.ensure_future(world.train())
+    await asyncio.sleep(0)
+    engine = world.restart(0)
+    restore = asyncio.ensure_future(world.restore(engine))
+    await asyncio.sleep(0)
+    sync = asyncio.ensure_future(world.weights.sync())
+    await asyncio.sleep(0)
+    world.trainer.may_end.set()
+    assert not await restore
+    assert await sync == 2
+    await training
+    assert world.unscheduled == []
+    assert await world.restore(engine), "it serves already"
+
+
+async def test_a_sync_waits_for_an_engine_where_none_is_left(scene: Callable[..., Scene]) -> None:
+    world = scene(engines=1)
+    await world.weights.sync()
+    await world.train()
+    world.fleet.lose(world.fleet[0], "killed")
+    sync = asyncio.ensure_future(world.weights.sync())
+    await asyncio.sleep(0.01)
+    assert not sync.done()
+    engine = world.start(0)
+    assert await sync == 2
+    assert engine.serves == (2, 2) and world.is_serving(engine)
+
+
+async def test_an_engine_that_fails_while_it_gets_the_weights_says_why(scene: Callable[..., Scene]) -> None:
+    world = scene()
+    await world.weights.sync()
+    engine = world.restart(0)
+    engine.fails_at = "update"
+    with pytest.raises(SyncError, match="engine 0 cannot be reached for update"):
+        await world.restore(engine)
+    assert world.fleet.serving == [world.engines[1]]
