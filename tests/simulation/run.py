@@ -21,7 +21,6 @@ from tests.simulation.trainer import Checkpoint, FakeCheckpoints, FakeSync, Fake
 from tests.simulation.world import Evaluation, Event, History, World
 from vime import async_loop, loop
 from vime.config import Config, parse_config
-from vime.config.eval_datasets import EvalDataset, eval_datasets
 from vime.data.chat import PromptEncoder
 from vime.data.jsonl import Keys
 from vime.data.source import PromptSource
@@ -29,6 +28,7 @@ from vime.loop import Schedule
 from vime.plugins import resolve_hooks
 from vime.ports import Generator
 from vime.rollout.build import Prompts, make_hub, make_manager
+from vime.rollout.eval_sets import load_eval_inputs
 from vime.rollout.staleness import WeightHistory
 from vime.types import Group, RolloutBatch, Sample, TrainResult, WeightVersion, derive_seed
 
@@ -157,12 +157,13 @@ class Driver:
 
     async def _run(self) -> None:
         config = self.config
+        hooks = resolve_hooks(config)
         prompts = Prompts(
-            hooks=resolve_hooks(config),
+            hooks=hooks,
             tokenizer=Tokenizer(),
             encoder=PromptEncoder(Tokenizer()),
             source=self.source,
-            eval_sources=tuple((each, _eval_source(each)) for each in eval_datasets(config)),
+            eval_sources=load_eval_inputs(config, hooks, Tokenizer()),
             max_context=MAX_CONTEXT,
         )
         hub = make_hub(config, prompts, config.args, FakeGraders(self.world, self.scenario.faults))
@@ -211,11 +212,6 @@ def source_options(config: Config) -> dict[str, Any]:
         "seed": config.data.rollout_seed,
         "shuffle": config.data.rollout_shuffle,
     }
-
-
-def _eval_source(dataset: EvalDataset) -> PromptSource:
-    encoder, keys = PromptEncoder(Tokenizer()), Keys(label="label")
-    return PromptSource(dataset.path, encoder=encoder, keys=keys, n_samples=dataset.n_samples_per_eval_prompt)
 
 
 def make_source(scenario: Scenario) -> PromptSource:

@@ -103,8 +103,9 @@ def scenario_of(seed: int) -> Scenario:
     choose("shuffled", 0.5, "--rollout-shuffle")
     choose("evaluation", 0.4, f"--eval-interval {dice.between(1, 3, 'eval')} --n-samples-per-eval-prompt 2")
     choose("dynamic", 0.5, f"--dynamic-sampling-filter-path {FILTER}")
-    choose("over-sampling", 0.6, f"--over-sampling-batch-size {batch + dice.between(1, 3, 'over')}")
-    staleness: int | None = _loop(seed, dice, features, flags)
+    staleness = _loop(seed, dice, features, flags)
+    if "async" not in features or not choose("fully async", 0.4, "--fully-async"):
+        choose("over-sampling", 0.6, f"--over-sampling-batch-size {batch + dice.between(1, 3, 'over')}")
     if "async" not in features and not choose("in order", 0.2, "--deterministic-rollout"):
         partial = choose("partial", 0.6, "--partial-rollout")
         if partial:
@@ -134,17 +135,17 @@ FILTER = "vime.rollout.filters.check_reward_nonzero_std"
 
 
 def _loop(seed: int, dice: _Dice, features: list[str], flags: list[str]) -> int | None:
-    """Neighbouring seeds have different loops. Returns how stale a trained token may be: groups that the synchronous
-    loop did not need are kept, however long they wait."""
+    """Neighbouring seeds have different loops. Returns how stale a trained token may be: where nothing runs ahead,
+    groups that a rollout did not need may wait for as long as it takes, unless a policy says otherwise."""
     kind = ("sync", "async", "async without staleness")[seed % 3]
-    features.append(kind)
-    if kind == "sync":
-        return None
+    policy = ("wait", "drop", "mask")[dice.between(0, 2, "policy")]
+    features += [kind, policy]
+    flags.append(f"--staleness-policy {policy}")
+    if kind == "async":
+        staleness = dice.between(1, 3, "staleness")
+        flags.append(f"--asynchronous --max-staleness {staleness}")
+        flags.append(f"--update-weights-interval {dice.between(1, staleness + 1, 'interval')}")
+        return staleness
     if kind == "async without staleness":
         flags.append("--asynchronous --max-staleness 0")
-        return None if {"dynamic", "over-sampling"} & set(features) else 0
-    staleness = dice.between(1, 3, "staleness")
-    flags.append(f"--asynchronous --max-staleness {staleness}")
-    flags.append(f"--update-weights-interval {dice.between(1, staleness + 1, 'interval')}")
-    selects = {"dynamic", "over-sampling"} & set(features)
-    return None if selects else staleness
+    return None if policy == "wait" else 0
