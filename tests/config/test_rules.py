@@ -258,6 +258,18 @@ def test_evaluation_file(flags, tmp_path):
     assert message == f"--eval-config {path}: eval.datasets[0]: path is missing"
 
 
+def test_a_grader_whose_package_is_missing_is_told_before_anything_starts(flags, monkeypatch, tmp_path, prompt_file):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "if_verifiable" else found(name))
+    missing = 'needs the package if-verifiable, which is not installed: pip install "vime[ifbench]"'
+    assert said(flags("--rm-type", "ifbench", "--label-key", "")) == (f"--rm-type ifbench {missing}",)
+    path = tmp_path / "eval.yaml"
+    path.write_text(f"eval: {{datasets: [{{name: a, path: {prompt_file}, rm_type: ifbench, label_key: null}}]}}\n")
+    assert said(flags("--eval-interval", "1", "--eval-config", str(path))) == (
+        f"--eval-config {path}: a: rm_type ifbench {missing}",
+    )
+
+
 def test_a_run_of_evaluations_alone_leaves_the_first_not_out(flags, prompt_file):
     words = ["--num-rollout", "0", "--eval-interval", "1", "--eval-prompt-data", "a", str(prompt_file)]
     assert said(flags(*words)) == ()

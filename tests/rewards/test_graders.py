@@ -1,9 +1,14 @@
 """What each ``--rm-type`` gives for a response."""
 
+import time
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vime.errors import UserError
 from vime.rewards import registry
+from vime.rewards.f1 import overlap as f1_overlap
 from vime.types import GradeStatus
 
 
@@ -118,3 +123,129 @@ def test_an_unknown_grader_is_refused_with_the_nearest_name():
 def test_rule_rewards_need_a_label_and_a_service_does_not():
     assert registry.needs_label("boxed_math")
     assert not registry.needs_label("remote_rm")
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "expected"),
+    [
+        ("The Eiffel Tower", "eiffel tower", 1.0),
+        ("It is the Eiffel tower.", "Eiffel Tower", 2 / 3),  # 2 of 4 words, both of the label: 2 · 1/2 · 1 / (3/2)
+        ("Paris", "London", 0.0),
+        ("paris paris", "paris", 2 / 3),  # a word counts as often as it is there
+        ("", "paris", 0.0),
+        ("the", "a", 1.0),  # nothing is left of either
+        ("<think>London</think> Paris!", "paris", 1.0),
+        ("yes, it is", "yes", 0.0),
+        ("Yes.", "yes", 1.0),
+        ("no", "yes", 0.0),
+        ("“Paris”", "Paris", 1.0),
+    ],
+)
+def test_f1_is_the_overlap_of_words(response, label, expected):
+    assert score("f1", response, label) == pytest.approx(expected)
+
+
+def test_f1_tells_its_parts_and_takes_the_best_of_several_answers():
+    grade = registry.load("f1")("It is the Eiffel tower.", "Eiffel Tower", {"answers": ["a tower", "is Eiffel tower"]})
+    assert grade.score == pytest.approx(6 / 7)  # it, is, eiffel, tower against is, eiffel, tower
+    assert grade.extra == {"precision": 0.75, "recall": 1.0, "exact": 0.0}
+    assert score("boxed_f1", r"I think it is \boxed{Paris}", "Paris") == 1.0
+    assert status("f1", "x", None) is GradeStatus.ERROR
+    wrong = registry.load("f1")("x", "y", {"answers": "z"})
+    assert (wrong.status, wrong.detail) == (GradeStatus.ERROR, "metadata[\"answers\"] must be a list of texts, not 'z'")
+
+
+@given(st.text(max_size=40), st.text(max_size=40))
+def test_f1_is_a_share_that_does_not_depend_on_the_order_of_two_texts(one, other):
+    f1, precision, recall, exact = f1_overlap(one, other)
+    assert 0 <= f1 <= 1 and (f1, recall, precision, exact) == f1_overlap(other, one)
+    assert f1_overlap(one, f"The {one.upper()}!?")[0] == f1_overlap(one, one.upper())[0]
+    assert f1_overlap(one, one) == (1.0, 1.0, 1.0, 1.0)
+
+
+CHOOSES_C = [
+    *(r"\boxed{C}", r"\boxed{\text{C}}", r"\boxed{(C)}", r"\boxed{C) Paris}", r"\fbox{C}", r"$\boxed{\mathbf{C}}$"),
+    *("The answer is C.", "the answer is (C)", "**Answer:** C", "**Answer: C**", "Answer: c", "answer is c."),
+    *("ANSWER: C", "Answer:\nC", "Answer: C) Paris", "Answer -> C", "Answer：C", r"The answer is \(C\)"),
+    *("Final answer: **C**", "The correct answer is option C", "Correct option: C", "so the best choice is C"),
+    *("Option C is correct.", "(C) is the correct answer", "I choose C", "the only one left is (C)"),
+    *("C", "(C)", "C.", "**C**", "Therefore:\nC) Paris", "I rule out A and B.\n\nC"),
+    "The answer is C because A is wrong",
+    "Option A is incorrect. Option C is correct. Option D is too small.",
+    "The answer is A. Wait, no: the answer is C",
+    "<think>the answer is A</think>Answer: C",
+]
+
+
+@pytest.mark.parametrize("response", CHOOSES_C)
+def test_gpqa_finds_the_chosen_letter(response):
+    grade = registry.load("gpqa")(response, "C", {})
+    assert (grade.score, grade.detail, grade.status) == (1.0, "C", GradeStatus.SCORED)
+    assert score("gpqa", response, "A") == 0.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        *("The answer is A or C", "The answer is C and D", "(A) or (C)", "Answer: A, C", "Both (A) and (C) fit"),
+        *("I do not know", "Vitamin C is a vitamin", "The answer isn't C", "A C-rich diet", "", "Option C looks odd"),
+        *("The answer is G", r"\boxed{}", r"\boxed{C or D}"),
+    ],
+)
+def test_gpqa_takes_what_chooses_nothing_or_several_for_no_answer(response):
+    grade = registry.load("gpqa")(response, "C", {})
+    assert (grade.score, grade.status) == (0.0, GradeStatus.INVALID)
+
+
+def test_gpqa_knows_the_choices_where_a_row_has_them():
+    grade = registry.load("gpqa")
+    cities = {"choices": ["Rome", "Paris", "New York", "York", "Oslo"]}
+    assert grade("It must be Paris.", "B", cities).score == 1.0
+    assert grade("Answer: E", "Oslo", cities).score == 1.0
+    assert grade(r"\boxed{New York}", "C", cities).score == 1.0
+    assert grade("Rome or Paris", "B", cities).status is GradeStatus.INVALID
+    assert grade("Answer: G", "B", cities).status is GradeStatus.INVALID
+    assert grade("Answer: B", "b", {"choices": {"A": "x", "B": "y"}}).score == 1.0
+    assert grade("Answer: B", "Berlin", cities).detail == "the label 'Berlin' is no letter and none of the choices"
+    assert grade("Answer: B", "Berlin", {}).detail == "the label 'Berlin' is no letter"
+    assert grade("B", "B", {"choices": 5}).detail.startswith('metadata["choices"] must be a list of texts or a dict')
+
+
+def test_gpqa_with_a_box_looks_nowhere_else():
+    assert score("boxed_gpqa", r"Answer: A, so \boxed{C}", "C") == 1.0
+    assert status("boxed_gpqa", "Answer: C", "C") is GradeStatus.INVALID
+    assert score("gpqa", "Answer: H", "H") == 1.0, "the label says that there are so many"
+
+
+TALK = [
+    "Consider A.",
+    "Option A is too large.",
+    "B and D are close.",
+    "(A) says so, (B) does not.",
+    "A B C D",
+    "I see.",
+]
+STATED = [
+    "Answer: {}",
+    "The answer is ({}).",
+    r"\boxed{{{}}}",
+    "The correct choice is {}",
+    "Thus option {} is correct.",
+]
+
+
+@given(st.lists(st.sampled_from(TALK), max_size=6), st.sampled_from(STATED), st.sampled_from("ABCD"))
+def test_gpqa_is_not_led_astray_by_what_is_discussed(talk, stated, letter):
+    assert registry.load("gpqa")("\n".join([*talk, stated.format(letter)]), letter, {}).score == 1.0
+
+
+@given(st.text(alphabet="ABCDabcd answeris:()\\boxed{}*_.\n=-|/", max_size=120), st.sampled_from("ABCD"))
+def test_gpqa_never_fails(response, label):
+    assert registry.load("gpqa")(response, label, {}).score in (0.0, 1.0)
+
+
+def test_gpqa_is_quick_on_a_text_that_repeats_itself():
+    start = time.perf_counter()
+    for part in ("answer = ", "answer is ", "the correct ", "(A) ", "A, B, ", "   \n", "option A or "):
+        registry.load("gpqa")(part * 20_000, "C", {})
+    assert time.perf_counter() - start < 10

@@ -32,7 +32,12 @@ def main(argv: Sequence[str]) -> int:
 
 async def _grade_all(options: argparse.Namespace, lines: IO[str], out: IO[str]) -> int:
     """Reads and grades ahead of what is written, by a few answers a process."""
-    pool = GraderProcessPool(options.workers, options.deadline, preload=[options.rm_type])
+    pool = GraderProcessPool(
+        options.workers,
+        options.deadline,
+        preload=[options.rm_type],
+        memory_limit_bytes=registry.address_space([options.rm_type]),
+    )
     pending: asyncio.Queue[Awaitable[Grade] | None] = asyncio.Queue(maxsize=4 * options.workers)
     number = bad = 0
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from vime.errors import UserError
@@ -17,11 +17,13 @@ from vime.types import Grade, GradeStatus
 GradeFunction: TypeAlias = Callable[[str, str | None, Mapping[str, Any]], Grade]
 """(response, label, metadata) → Grade. Pure: no clock, no network, no state."""
 
-LOCAL = ("math", "deepscaler", "dapo", "last_number", "code")
+LOCAL = ("math", "deepscaler", "dapo", "last_number", "f1", "gpqa", "ifbench", "code")
 """Graders that run in the process pool: modules of this package with ``grade`` and ``grade_answer``."""
 
 CODE = "code"
-"""Its tests may stand in the metadata as well as in the label."""
+IFBENCH = "ifbench"
+WITHOUT_LABEL = (CODE, IFBENCH)
+"""What they look for in a response stands in the metadata, or may."""
 
 REMOTE = "remote_rm"
 BOXED = "boxed_"
@@ -39,12 +41,18 @@ def check(rm_type: str, source: str = "--rm-type") -> None:
 
 def needs_label(rm_type: str) -> bool:
     """Whether a prompt without a label cannot be graded. A reward service may do without."""
-    return is_local(rm_type) and rm_type.removeprefix(BOXED) != CODE
+    return is_local(rm_type) and rm_type.removeprefix(BOXED) not in WITHOUT_LABEL
 
 
 def is_local(rm_type: str) -> bool:
     """Whether the grader runs in the process pool."""
     return rm_type.removeprefix(BOXED) in LOCAL
+
+
+def address_space(rm_types: Iterable[str]) -> int:
+    """Bytes that a process of the pool may map to run these graders."""
+    wide = any(rm_type.removeprefix(BOXED) == IFBENCH for rm_type in rm_types)  # it imports pandas and pyarrow
+    return 4 << 30 if wide else 1 << 30
 
 
 def load(rm_type: str) -> GradeFunction:

@@ -143,7 +143,13 @@ def make_pool(config: Config) -> GraderProcessPool:
     reward = config.reward
     local = [name for name in _graders(config) if registry.is_local(name)]
     environment = {code.SCORE_VARIABLE: reward.rm_code_score, code.SANDBOX_VARIABLE: reward.rm_code_sandbox}
-    return GraderProcessPool(reward.rm_workers, reward.rm_timeout_s, preload=local, environment=environment)
+    return GraderProcessPool(
+        reward.rm_workers,
+        reward.rm_timeout_s,
+        memory_limit_bytes=registry.address_space(local),
+        preload=local,
+        environment=environment,
+    )
 
 
 async def check_graders(config: Config) -> None:

@@ -297,20 +297,21 @@ class Sampler:
         return len(rollout.kept) == rollout.target or (rollout.short <= 0 and not self._flights and not self._restored)
 
     def _fill(self, rollout: _Rollout) -> None:
-        """Starts as many groups as the rollout needs and admission allows."""
-        waiting = len(self._flights) + len(self._restored)
-        if self._continuous:
-            wanted = self._batch_size - waiting
-        else:
-            wanted = self._batch_size if rollout.short > waiting else 0
-        most = max(self._batch_size, rollout.target) + self._max_refills * self._batch_size
-        if wanted > 0 and rollout.drawn >= most:
-            if waiting == 0:
-                raise UserError(self._too_few(rollout))
-            wanted = 0
+        """Starts as many groups as the rollout needs and the pace allows."""
+        wanted = len(self._restored) + self._wanted(rollout)
         allowed = self._pace.may_start(rollout.number, len(rollout.kept) + len(self._flights))
-        for group in self._draw(min(max(wanted, 0) + len(self._restored), max(allowed, 0)), rollout):
+        for group in self._draw(max(min(wanted, allowed), 0), rollout):
             self._start(group, rollout.number)
+
+    def _wanted(self, rollout: _Rollout) -> int:
+        """How many groups to draw: a batch where some are missing, or what keeps a batch in flight."""
+        waiting, batch = len(self._flights) + len(self._restored), self._batch_size
+        wanted = max(batch - waiting, 0) if self._continuous else batch * (rollout.short > waiting)
+        if rollout.drawn < max(batch, rollout.target) + self._max_refills * batch:
+            return wanted
+        if wanted and not waiting:
+            raise UserError(self._too_few(rollout))
+        return 0
 
     def _draw(self, count: int, rollout: _Rollout) -> list[Group]:
         drawn, self._restored = self._restored[:count], self._restored[count:]

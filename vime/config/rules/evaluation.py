@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from vime.config.config import Config
 from vime.config.rules.base import Violation
 from vime.config.rules.ranges import RANGES
+from vime.config.sections.reward import needs_label
 from vime.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,9 +63,11 @@ def _grading(config: Config, dataset: EvalDataset) -> Iterator[str]:
     grader, reward = dataset.grader, config.reward
     if grader is not None and grader.endswith("remote_rm") and reward.rm_url is None:
         yield f"rm_type {grader} needs --rm-url: the address of the reward service"
+    if grader is not None and grader.endswith("ifbench") and importlib.util.find_spec("if_verifiable") is None:
+        yield f'rm_type {grader} needs the package if-verifiable, which is not installed: pip install "vime[ifbench]"'
     if dataset.group_rm and dataset.custom_rm_path is None:
         yield "group_rm needs custom_rm_path: only a custom function can grade a whole group"
-    if grader is not None and not grader.endswith("remote_rm") and dataset.label_key is None:
+    if grader is not None and needs_label(grader) and dataset.label_key is None:
         yield f"rm_type {grader} compares with a label: give label_key"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from vime.config import megatron_core
 from vime.config.config import OWN_FLAGS, Config
 from vime.config.rules.base import Violation, where_sampled
-from vime.config.sections.reward import WITHOUT_LABEL
+from vime.config.sections.reward import needs_label
 
 NOT_IN_SFT = ("rollout_max_response_len",)
 """Required where answers are sampled, and without a meaning where they are given."""
@@ -60,7 +60,7 @@ def grading(config: Config) -> Iterator[Violation]:
 
 def labels(config: Config) -> Iterator[Violation]:
     rm_type = config.reward.rm_type
-    by_rule = rm_type is not None and not rm_type.endswith(WITHOUT_LABEL) and config.hooks.custom_rm_path is None
+    by_rule = rm_type is not None and needs_label(rm_type) and config.hooks.custom_rm_path is None
     if by_rule and config.has_engines and config.data.label_key is None and config.hooks.data_source_path is None:
         yield Violation(f"--rm-type {rm_type} compares with a label: give --label-key", ("label_key",))
 
@@ -94,6 +94,14 @@ def wandb_installed(config: Config) -> Iterator[Violation]:
         yield Violation('--use-wandb needs the package wandb, which is not installed: pip install "vime[wandb]"')
 
 
+def graders_installed(config: Config) -> Iterator[Violation]:
+    rm_type = config.reward.rm_type or ""
+    if rm_type.endswith("ifbench") and importlib.util.find_spec("if_verifiable") is None:
+        yield Violation(
+            f'--rm-type {rm_type} needs the package if-verifiable, which is not installed: pip install "vime[ifbench]"'
+        )
+
+
 def megatron_version(config: Config) -> Iterator[Violation]:
     core = megatron_core.found()
     if core is not None and core.problem is not None:
@@ -106,7 +114,7 @@ RULES = (
     run_length,
     prompts,
     rollout_slots,
-    *map(where_sampled, (grading, labels, reference_model)),
+    *map(where_sampled, (grading, labels, graders_installed, reference_model)),
     partners,
     wandb_installed,
 )

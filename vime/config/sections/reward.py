@@ -7,13 +7,18 @@ from typing import Literal
 
 from vime.config.flags import derived, flag
 
-BUILT_IN = ("math", "deepscaler", "dapo", "last_number", "code", "remote_rm")
+BUILT_IN = ("math", "deepscaler", "dapo", "last_number", "f1", "gpqa", "ifbench", "code", "remote_rm")
 """Graders of this version; see ``vime.rewards``. The prefix boxed_ takes the content of the last box first."""
 
-WITHOUT_LABEL = ("code", "remote_rm")
-"""Those that can do without a label."""
+WITHOUT_LABEL = ("ifbench", "code", "remote_rm")
+"""Those that may do without a label."""
 
 RM_TYPES = (*BUILT_IN, *(f"boxed_{name}" for name in BUILT_IN))
+
+
+def needs_label(rm_type: str) -> bool:
+    """Whether a prompt without a label cannot be graded."""
+    return rm_type.removeprefix("boxed_") not in WITHOUT_LABEL
 
 
 @dataclass(frozen=True, kw_only=True)
