@@ -90,6 +90,8 @@ async def test_the_trained_tokens_are_exactly_the_sampled_ones(client: RouterCli
         check(sample, turns)
         ends.update(answer.finish_reason for _, answer in turns)
     assert ends["length"] > ends["stop"] > 0, "turns that were cut off, and turns that the model ended itself"
+    answers = [answer.token_ids for turns in engines.log.values() for _, answer in turns]
+    assert sum(reads_otherwise(ids) for ids in answers) > 100, "tokens that would be others if text were encoded again"
     for sample in samples[: len(TEMPLATES)]:
         check_log_probs(sample, tied_engine)
 
@@ -109,6 +111,11 @@ def check(sample: Sample, turns: list[tuple[list[int], Generation]]) -> None:
         expected[begin : begin + count] = [1] * count
     assert sample.loss_mask == expected
     assert expected[0] == expected[-1] == 1 and 0 in expected
+
+
+def reads_otherwise(ids: list[int]) -> bool:
+    tokenizer = make_tokenizer()
+    return bool(tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) != ids)
 
 
 def check_log_probs(sample: Sample, engine: Served) -> None:

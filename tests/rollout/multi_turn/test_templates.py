@@ -179,6 +179,20 @@ def test_where_a_template_has_no_messages_of_tools_they_speak_as_the_user(templa
     assert tokenizer.decode(found.between(ids, [tool("2")])) == "<|user|>2<|eot|><|assistant|>"
 
 
+ALTERNATES = NO_TOOLS.replace(
+    "{%- for m in messages %}",
+    "{%- for m in messages %}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{%- endif %}",
+)
+
+
+def test_results_of_several_calls_are_one_message_of_the_user() -> None:
+    tokenizer = tokenizer_with(ALTERNATES)
+    ids = encoded(tokenizer, "I ask.<|eot|>")
+    said = TurnTemplate(tokenizer).between(ids, [tool("2"), tool("two")])
+    assert tokenizer.decode(said) == "<|user|>2\ntwo<|eot|><|assistant|>"
+
+
 def test_a_template_that_ends_turns_otherwise_before_some_messages_is_refused() -> None:
     odd = CHATML.replace("m['content'] + '<|im_end|>", "m['content'] + ('<|eot|>' if loop.last else '<|im_end|>') + '")
     with pytest.raises(UserError, match=r"ends an answer with '<\|eot\|>\\n' when nothing follows and with"):

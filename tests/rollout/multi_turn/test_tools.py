@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -98,6 +99,13 @@ async def test_calls_are_answered_in_their_order_each_by_a_message() -> None:
     }
 
 
+@pytest.mark.parametrize(("given", "kept"), [("abc123XYZ", "abc123XYZ"), ("call 1", "000020000"), (7, "000020000")])
+async def test_ids_of_the_model_are_kept_where_every_template_takes_them(given: object, kept: str) -> None:
+    text = f'[TOOL_CALLS][{{"name": "\\ud800", "arguments": {{}}, "id": {json.dumps(given)}}}]'
+    (message,) = await Tools([], PARSERS["mistral"]).respond(Turn(number=2, text=text, truncated=False))
+    assert (message["tool_call_id"], message["name"]) == (kept, "unknown")
+
+
 async def test_a_turn_without_calls_is_not_answered() -> None:
     assert await told(tools(add), "The answer is 3.") == []
 
@@ -110,6 +118,8 @@ async def test_a_turn_without_calls_is_not_answered() -> None:
         (call("add", '{"a": "x"}'), "Error: a must be of type integer, not 'x'"),
         (call("add", '{"a": 1, "c": 2}'), "Error: c is unknown; the arguments are a, b"),
         ("<tool_call>add(1)</tool_call>", "Error: the call is not valid JSON (Expecting value at character 1); write "),
+        (call("\\ud800"), "Error: there is no tool '\\ud800', only add"),
+        ('<tool_call>{"name": "\\ud800", "arguments": 1}</tool_call>', "Error: the arguments of ? must be an object"),
         (call("breaks"), "Error: ValueError: no good"),
         (call("leaves"), "Error: leaves ended with exit(3)"),
         (call("gives_up"), "Error: gives_up was cancelled"),

@@ -11,6 +11,7 @@ of which the first is left out as far as the model has sampled it itself.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -69,7 +70,7 @@ class TurnTemplate:
         Raises:
             UserError: the template refuses the messages, or does not end turns as it did for the probe.
         """
-        text = self._behind_answer([self._renamed(message) for message in messages], add_generation_prompt=True)
+        text = self._behind_answer(self._spoken(messages), add_generation_prompt=True)
         if not text.startswith(self._close):
             raise UserError(
                 f"{self._template} ends an answer with {self._close!r} when nothing follows and with "
@@ -85,8 +86,16 @@ class TurnTemplate:
         text: str = self._tokenizer.decode(list(body), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    def _renamed(self, message: Message) -> Message:
-        return {**message, "role": self.tool_role} if message["role"] == "tool" else message
+    def _spoken(self, messages: Sequence[Message]) -> list[Message]:
+        """With results of tools as the template has them: where the user says them, all in one message, because such
+        templates often want roles to alternate."""
+        if self.tool_role == "tool":
+            return list(messages)
+        spoken: list[Message] = []
+        for is_tool, run in itertools.groupby(messages, lambda message: message["role"] == "tool"):
+            group = list(run)
+            spoken += [{"role": "user", "content": "\n".join(each["content"] for each in group)}] if is_tool else group
+        return spoken
 
     def _behind_answer(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         probe = [QUESTION, {"role": "assistant", "content": ANSWER}, *messages]
@@ -98,8 +107,7 @@ class TurnTemplate:
 
     def _end_tokens(self) -> frozenset[int]:
         """The tokens that are no part of what a turn says when it ends with one of them."""
-        followers = (self._renamed(RESULT), QUESTION)
-        firsts = {token for message in followers for token in self.between((), [message])[:1]}
+        firsts = {token for message in (RESULT, QUESTION) for token in self.between((), [message])[:1]}
         eos = {self._tokenizer.eos_token_id} - {None}
         return frozenset((firsts & self._marks) | eos) | self._others
 

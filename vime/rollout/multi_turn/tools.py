@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -112,7 +113,8 @@ class Tools(Environment):
         contents = await together(self._answer(i, call) for i, call in enumerate(calls))
         self._seconds += clock() - begin
         return [
-            _message(turn.number, i, call, text) for i, (call, text) in enumerate(zip(calls, contents, strict=True))
+            _message(turn.number, i, self._name(call), getattr(call, "id", None), content)
+            for i, (call, content) in enumerate(zip(calls, contents, strict=True))
         ]
 
     def metadata(self) -> dict[str, float]:
@@ -122,6 +124,9 @@ class Tools(Environment):
             "tool_timeouts": self._timeouts,
             "tool_seconds": self._seconds,
         }
+
+    def _name(self, call: ToolCall | BadCall) -> str:
+        return call.name if isinstance(call, ToolCall) and call.name in self._tools else "unknown"
 
     async def _answer(self, position: int, call: ToolCall | BadCall) -> str:
         self._calls += 1
@@ -158,10 +163,11 @@ class Tools(Environment):
         return self._shortened(f"Error: {reason}")
 
     def _shortened(self, text: str) -> str:
-        cut = len(text) - self._max_result_chars
-        if cut <= 0:
-            return text
+        """Of limited length, and without the halves of characters that no tokenizer takes."""
+        text = text.encode(errors="replace").decode()
         half = self._max_result_chars // 2
+        if len(text) <= self._max_result_chars:
+            return text
         return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[len(text) - half :]}"
 
 
@@ -182,22 +188,19 @@ async def _called(tool: Tool, arguments: Mapping[str, Any]) -> Any:
         raise ToolFailed(f"{tool.name} was cancelled") from error
 
 
-def _message(turn: int, position: int, call: ToolCall | BadCall, content: str) -> Message:
-    """Mistral's template wants ids of nine letters and digits."""
-    name = call.name if isinstance(call, ToolCall) else "unknown"
-    identity = (call.id if isinstance(call, ToolCall) else None) or f"{turn:05d}{position:04d}"
+def _message(turn: int, position: int, name: str, identity: str | None, content: str) -> Message:
+    """Some templates refuse ids that are not nine letters and digits, and the model may write what it likes."""
+    if identity is None or not re.fullmatch(r"[A-Za-z0-9]{9}", identity):
+        identity = f"{turn:05d}{position:04d}"
     return {"role": "tool", "name": name, "tool_call_id": identity, "content": content}
 
 
 def _text(result: Any) -> str:
-    """Without the halves of characters that no tokenizer takes."""
-    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-    return text.encode(errors="replace").decode()
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
 
 
 def _words(error: Exception) -> str:
     said = " ".join(str(error).split())
-    said = said.encode(errors="replace").decode()
     return said if isinstance(error, BadArguments | ToolFailed) else f"{type(error).__name__}: {said}".rstrip(": ")
 
 
