@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
-from vime.errors import UserError
+from vime.errors import EngineError, UserError
 from vime.rollout.multi_turn import EpisodeFailed, ToolFunction, Tools, Turn
 from vime.rollout.multi_turn.tool_calls import PARSERS
 from vime.rollout.multi_turn.tools import BadArguments, checked_arguments, definition_of
@@ -171,9 +171,15 @@ async def test_calls_end_with_the_episode_that_made_them() -> None:
     await asyncio.wait_for(ended.wait(), 1)
 
 
-async def test_an_outage_is_no_message_for_the_model() -> None:
-    with pytest.raises(EpisodeFailed, match="the sandbox is down"):
-        await told(tools(outage, add), call("add", '{"a": 1}') + call("outage"))
+async def loses_an_engine() -> str:
+    raise EngineError("engine 0 does not answer")
+
+
+@pytest.mark.parametrize("tool", [outage, loses_an_engine])
+async def test_an_outage_is_no_message_for_the_model(tool: Any) -> None:
+    """A sample that lost an engine in a tool is tried again like one that lost it by itself."""
+    with pytest.raises((EpisodeFailed, EngineError), match=r"the sandbox is down|engine 0 does not answer"):
+        await told(tools(tool, add), call("add", '{"a": 1}') + call(tool.__name__))
 
 
 async def test_further_calls_than_one_turn_may_make_are_not_made() -> None:

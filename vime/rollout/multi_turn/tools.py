@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
-from vime.errors import UserError
+from vime.errors import EngineError, UserError
 from vime.rollout.multi_turn.environment import Environment, EpisodeFailed, Turn
 from vime.rollout.multi_turn.tool_calls import BadCall, Parser, ToolCall
 from vime.rollout.tasks import together
@@ -140,7 +140,7 @@ class Tools(Environment):
         try:
             arguments = checked_arguments(call.arguments, tool.parameters)
             return self._shortened(_text(await self._in_time(tool, arguments)))
-        except EpisodeFailed:
+        except (EpisodeFailed, EngineError):  # an engine that a tool asked and lost: the sample is tried again
             raise
         except Exception as error:  # tools raise what they like
             return self._error(_words(error))
