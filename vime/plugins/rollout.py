@@ -58,7 +58,8 @@ EVAL_FUNCTION = Contract(
 CUSTOM_GENERATE = Contract(
     flag="--custom-generate-function-path",
     side="rollout",
-    purpose="Generates one sample within our sampling loop: tools, several turns, agents.",
+    purpose="Generates one sample within our sampling loop: tools, several turns, agents. For these "
+    "`vime.rollout.multi_turn` does most of the work: docs/en/advanced/agents.md.",
     when="Once a sample, many at a time, up to the limit of concurrent requests.",
     arguments=("args", "sample", "sampling_params"),
     optional=("evaluation",),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.data import templates
 from vime.errors import UserError
@@ -133,3 +135,28 @@ def test_the_format_is_told_by_the_template(template: str, name: str) -> None:
 def test_an_unknown_format_is_named() -> None:
     with pytest.raises(UserError, match="no tool-call format 'xml'; there are hermes"):
         parser_of("xml")
+
+
+PIECES = [
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "```tool_call", "```"),
+    *("<think>", "</think>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "f", "\n", ";", "[", "]", "}"),
+    *(
+        '{"name": "f", ',
+        '"arguments": {"a": 1}',
+        '"parameters": ',
+        "null",
+        "1e999",
+        "NaN",
+        '"\\ud800"',
+        "f.call(a=1)",
+        "é",
+    ),
+]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+def test_no_parser_raises_whatever_a_model_writes(text: str) -> None:
+    for parse in PARSERS.values():
+        said = parse(text)
+        for call in said.calls:
+            assert isinstance(call, BadCall) or (isinstance(call.name, str) and isinstance(call.arguments, dict))

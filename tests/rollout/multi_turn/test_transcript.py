@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vime.data.codec import sample_from_json, sample_to_json
 from vime.rollout.multi_turn.transcript import NotAppended, Transcript
@@ -154,3 +156,29 @@ def test_a_sample_of_the_usual_generate_function_is_one_turn() -> None:
 def test_a_sample_without_log_probs_cannot_be_continued() -> None:
     with pytest.raises(NotAppended, match="2 response tokens cannot be continued"):
         Transcript.of(Sample(index=0, tokens=[1, 2, 3], response_length=2))
+
+
+TOKENS = st.lists(st.integers(0, 9), max_size=4)
+STEPS = st.lists(st.tuples(st.sampled_from(["sampled", "said", "restored"]), TOKENS), max_size=8)
+
+
+@given(STEPS)
+def test_each_token_is_trained_exactly_if_it_was_sampled(steps: list[tuple[str, list[int]]]) -> None:
+    """Whatever the order, and however often the sample goes through a checkpoint in between."""
+    transcript, owners, tokens = Transcript(PROMPT), [], []
+    for step, ids in steps:
+        if step == "sampled":
+            sampled(transcript, *ids)
+        elif step == "said":
+            transcript.said(ids)
+        else:
+            transcript = Transcript.of(sample_from_json(sample_to_json(written(transcript))))
+            continue
+        owners += [int(step == "sampled")] * len(ids)
+        tokens += ids
+    sample = written(transcript)
+    assert (sample.loss_mask, sample.tokens) == (owners, PROMPT + tokens)
+    assert sample.rollout_log_probs == [-token / 10 * owner for token, owner in zip(tokens, owners, strict=True)]
+    turns = sample.metadata["multi_turn"]["turns"]
+    assert [sum(start <= i < stop for start, stop in turns) for i in range(len(owners))] == owners
+    assert sample.weight_versions == ([4] * len(owners) if any(owners) else [])
