@@ -13,6 +13,7 @@ import pytest
 from tests.data.templates import CHATML, DISTILL, GLM, LLAMA3, QWEN3, QWEN25, QWEN35, tokenizer_with
 from vime.errors import UserError
 from vime.rollout.multi_turn.templates import TurnTemplate
+from vime.rollout.multi_turn.tool_calls import hermes
 from vime.rollout.multi_turn.transcript import Transcript
 from vime.types import Generation, Message, Sample, Status
 
@@ -158,6 +159,15 @@ def test_a_turn_can_end_with_another_token_than_the_template_writes() -> None:
 def test_the_text_of_a_turn_is_without_its_end(end: str) -> None:
     tokenizer = tokenizer_with(QWEN25)
     assert TurnTemplate(tokenizer).text(encoded(tokenizer, f"It is <|head|> 2.{end}")) == "It is <|head|> 2."
+
+
+@pytest.mark.parametrize(("template", "begin"), [(QWEN3, ""), (QWEN35, "<think>"), (DISTILL, "<think>")])
+def test_what_follows_an_open_reasoning_block_is_known_as_reasoning(template: str, begin: str) -> None:
+    """Else a call that the model only thought of would be made when its reasoning is cut off."""
+    tokenizer = tokenizer_with(template)
+    text = TurnTemplate(tokenizer).text(encoded(tokenizer, 'or <tool_call>{"name": "add"}</tool_call>'))
+    assert text == begin + 'or <tool_call>{"name": "add"}</tool_call>'
+    assert len(hermes(text).calls) == (0 if begin else 1)
 
 
 NO_TOOLS = (

@@ -176,7 +176,7 @@ class MultiTurn:
             messages = await environment.respond(turn)
             if not messages:
                 return Status.TRUNCATED if turn.truncated else Status.COMPLETED
-            said = self.template.between(_last_turn(transcript), messages)
+            said = self.template.between(transcript.last_turn, messages)
             if number + 1 >= limits.max_turns or self._room(transcript, params) <= len(said):
                 return Status.TRUNCATED
             transcript.said(said)
@@ -191,7 +191,7 @@ class MultiTurn:
     ) -> str:
         """Samples a turn or the rest of one, of ``most`` tokens altogether, and says why it ended."""
         given, room = transcript.tokens, self._room(transcript, params)
-        budget = room if most is None else min(room, max(1, most - len(_last_turn(transcript))))
+        budget = room if most is None else min(room, max(1, most - len(transcript.last_turn)))
         seed = None if params.seed is None else derive_seed(params.seed, "turn", number)
         session = sample.session_id or f"sample-{sample.index}"
         asked = replace(params, max_tokens=budget, min_tokens=min(params.min_tokens, budget), seed=seed)
@@ -200,7 +200,7 @@ class MultiTurn:
         return generation.finish_reason
 
     def _turn(self, transcript: Transcript, number: int, *, truncated: bool) -> Turn:
-        return Turn(number=number, text=self.template.text(_last_turn(transcript)), truncated=truncated)
+        return Turn(number=number, text=self.template.text(transcript.last_turn), truncated=truncated)
 
     def _write(
         self, sample: Sample, transcript: Transcript, status: Status, environment: Environment, failure: str | None
@@ -210,7 +210,7 @@ class MultiTurn:
         transcript.write(sample, status=status, response=text)
         known = sample.metadata[METADATA_KEY]
         sums = {name: known.get(name, 0) + value for name, value in environment.metadata().items()}
-        answer = self.parse(self.template.text(_last_turn(transcript))).content
+        answer = self.parse(self.template.text(transcript.last_turn)).content
         failures = {} if failure is None else {"failure": failure}
         sample.metadata[METADATA_KEY] = {**known, **sums, "answer": answer, **failures}
 
@@ -243,11 +243,6 @@ def _forget(sample: Sample) -> None:
     sample.tokens = sample.tokens[: sample.prompt_length]
     sample.response_length, sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = 0, None, None, []
     sample.metadata = {key: value for key, value in sample.metadata.items() if key != METADATA_KEY}
-
-
-def _last_turn(transcript: Transcript) -> tuple[int, ...]:
-    """What the model said last, if nothing was said since."""
-    return transcript.turn(-1) if transcript.in_turn else ()
 
 
 def _names(definitions: Any) -> list[str] | None:

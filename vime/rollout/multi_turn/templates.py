@@ -24,6 +24,7 @@ __all__ = ["TurnTemplate"]
 QUESTION: Message = {"role": "user", "content": "Is this a probe?"}
 ANSWER = "VimeProbeAnswer"
 RESULT: Message = {"role": "tool", "name": "probe", "tool_call_id": "vimeprobe", "content": "VimeProbeResult"}
+OPENER = "<think>"
 OTHER_ENDS = ("<|eom_id|>",)
 """Tokens that end a turn in place of the one that the template writes: Llama 3's, after a call."""
 
@@ -52,6 +53,8 @@ class TurnTemplate:
         self._close = self._behind_answer([], add_generation_prompt=False)
         self.tool_role: Literal["tool", "user"] = "tool" if self._shows_tool_messages() else "user"
         self._ends = self._end_tokens()
+        asks = self._behind_answer([QUESTION], add_generation_prompt=True)
+        self._opener = OPENER if asks.rstrip().endswith(OPENER) else ""
 
     @property
     def close(self) -> str:
@@ -81,10 +84,14 @@ class TurnTemplate:
         return ids[1:] if turn and turn[-1] in same | (self._others if self._close else frozenset()) else ids
 
     def text(self, turn: Sequence[int]) -> str:
-        """What the model said in a turn, with the special tokens that may mark calls, without the one that ends it."""
+        """What the model said in a turn, with the special tokens that may mark calls, without the one that ends it.
+
+        It begins with ``<think>`` where the generation prompt ends so: what follows is reasoning also where it is cut
+        off.
+        """
         body = turn[:-1] if turn and turn[-1] in self._ends else turn
         text: str = self._tokenizer.decode(list(body), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return self._opener + text
 
     def _spoken(self, messages: Sequence[Message]) -> list[Message]:
         """With results of tools as the template has them: where the user says them, all in one message, because such

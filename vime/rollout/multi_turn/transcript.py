@@ -104,6 +104,11 @@ class Transcript:
         return tuple(self._tokens[where.start : where.stop])
 
     @property
+    def last_turn(self) -> tuple[int, ...]:
+        """What the model said last, if nothing was said since."""
+        return self.turn(-1) if self.in_turn else ()
+
+    @property
     def in_turn(self) -> bool:
         """Whether the last tokens are the model's own."""
         return bool(self._turns) and self._turns[-1].stop == len(self._tokens)
