@@ -145,10 +145,11 @@ def test_a_buffer_filter_that_returns_too_much_is_refused(write):
         source.get_samples(1)
 
 
-def test_what_a_checkpoint_cannot_hold_is_refused_when_it_is_put_back(write):
+@pytest.mark.parametrize("value", [np.zeros(2), float("nan"), [1.0, float("inf")]])
+def test_what_a_checkpoint_cannot_hold_is_refused_when_it_is_put_back(write, value):
     source = source_of(write(rows_of(3)))
     groups = source.get_samples(1)
-    groups[0][0].metadata["array"] = np.zeros(2)
+    groups[0][0].metadata["value"] = value
     with pytest.raises(UserError, match=r"sample 0 .*: metadata cannot be kept in a checkpoint"):
         source.add_samples(groups)
 

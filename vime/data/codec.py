@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 from vime.errors import UserError
@@ -37,10 +38,12 @@ def sample_from_json(record: dict[str, Any]) -> Sample:
 
 
 def _check(sample: Sample, name: str, value: Any) -> None:
+    if isinstance(value, list) and set(map(type, value)) <= {int, float} and all(map(math.isfinite, value)):
+        return  # of thousands of tokens; to write them all would take ten times as long
     try:
-        json.dumps(value)
+        json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UserError(
             f"{sample.name}: {name} cannot be kept in a checkpoint ({error}); samples that go back to the data source "
-            "may hold only numbers, texts, lists and dicts"
+            "may hold only finite numbers, texts, lists and dicts"
         ) from None

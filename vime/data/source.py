@@ -164,7 +164,7 @@ class PromptSource:
             "cursor": self._cursor,
             "next_group_index": self._next_group_index,
             "next_index": self._next_index,
-            "buffer": [[copy.deepcopy(sample_to_json(sample)) for sample in group] for group in self._buffer],
+            "buffer": [[sample_to_json(sample.copy()) for sample in group] for group in self._buffer],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
