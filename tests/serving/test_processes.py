@@ -90,6 +90,21 @@ def test_the_death_of_the_server_takes_its_children_with_it(tmp_path: Path) -> N
     wait_for(lambda: server.failure() is not None)
 
 
+def test_the_end_of_a_server_is_known_before_its_children_are_gone(tmp_path: Path) -> None:
+    """It leaves a child that calls itself a resource tracker, for which a guard waits 8 s."""
+    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3)"
+    arguments = [sys.executable, "-c", child, "multiprocessing.resource_tracker"]
+    program = f"import subprocess; subprocess.Popen({arguments!r}); raise SystemExit(3)"
+    server = ServerProcess("engine 3", [sys.executable, "-c", program], log=tmp_path / "log", environment={})
+    begin = time.monotonic()
+    assert server.ended().endswith("engine 3 ended with status 3: no error in its log")
+    assert time.monotonic() - begin < 5
+    assert psutil.Process(server.pid).children(), "the guard still waits for it"
+    assert server.ended() == server.failure()
+    server.stop()
+    assert not psutil.pid_exists(server.pid)
+
+
 def test_a_killed_guard_takes_the_server_with_it(tmp_path: Path) -> None:
     log = tmp_path / "log"
     server = start_tree(log)

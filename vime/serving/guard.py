@@ -1,9 +1,10 @@
 """Runs one command and makes sure that nothing of it outlives whoever asked for it.
 
-    python -I -S guard.py PARENT_PID GRACE_S COMMAND...
+    python -I -S guard.py PARENT_PID GRACE_S REPORT_FD COMMAND...
 
 The guard ends the whole tree below it when the command ends, when it gets SIGTERM or SIGINT (the command then has
-GRACE_S seconds to end by itself), and when its parent is gone, even by SIGKILL. It exits with the command's status.
+GRACE_S seconds to end by itself), and when its parent is gone, even by SIGKILL. It exits with the command's status, and
+writes it to the file descriptor REPORT_FD as soon as it is known, which may be seconds before the whole tree is gone.
 
 It adopts orphans, so that a grandchild whose own parent was killed is found and ended too. A process cannot promise
 this for itself: the kernel's death signal follows the thread that started a child, not the process, and reaches only
@@ -27,12 +28,15 @@ TRACKER_S = 8.0  # it takes half a second, and ten times that on a busy machine
 WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
 
-def main(parent: int, grace_s: float, command: list[str]) -> int:
+def main(parent: int, grace_s: float, report: int, command: list[str]) -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     try:
         child = subprocess.Popen(command, preexec_fn=_prepare_child)
-        return _watch(child.pid, parent, grace_s)
+        status = _watch(child.pid, parent, grace_s)
+        with contextlib.suppress(BrokenPipeError):  # whoever asked is gone
+            os.write(report, str(status).encode())
+        return status
     finally:
         _end_all()
 
@@ -129,4 +133,4 @@ def _exit_status(status: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))

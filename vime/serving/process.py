@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -32,10 +34,15 @@ class ServerProcess:
         self.name = name
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        guarded = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(GRACE_S), *command]
-        with log.open("wb") as output:
+        read, write = os.pipe()
+        self._report = open(read, "rb", buffering=0)  # noqa: SIM115  lives as long as this object
+        self._status: int | None = None
+        self._reading = threading.Lock()
+        arguments = [str(os.getpid()), str(GRACE_S), str(write)]
+        with log.open("wb") as output, open(write, "wb"):
             self._guard = subprocess.Popen(
-                guarded,
+                [sys.executable, "-I", "-S", str(GUARD), *arguments, *command],
+                pass_fds=[write],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -50,15 +57,23 @@ class ServerProcess:
 
     def failure(self) -> str | None:
         """Why the server is gone, in its own last words; None while it runs."""
-        code = self._guard.poll()
-        return None if code is None else self._last_words(code)
+        return self._last_words() if self._has_ended(0) else None
 
     def ended(self) -> str:
-        """Waits until the server is gone; returns its last words."""
-        return self._last_words(self._guard.wait())
+        """Waits until the server is gone; returns its last words. Processes below it may still be ending."""
+        self._has_ended(None)
+        return self._last_words()
 
-    def _last_words(self, code: int) -> str:
-        return f"The end of {self.log}:\n{self.tail()}\n{self.name} ended with status {code}: {self.cause()}"
+    def _has_ended(self, timeout_s: float | None) -> bool:
+        poller = select.poll()
+        poller.register(self._report, select.POLLIN)
+        return self._status is not None or bool(poller.poll(timeout_s))
+
+    def _last_words(self) -> str:
+        with self._reading:
+            if self._status is None:
+                self._status = int(self._report.read(16) or self._guard.wait())  # a guard that was killed says nothing
+        return f"The end of {self.log}:\n{self.tail()}\n{self.name} ended with status {self._status}: {self.cause()}"
 
     def cause(self) -> str:
         """The last line of the log that looks like an error."""
