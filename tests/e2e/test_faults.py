@@ -74,10 +74,11 @@ def test_a_stuck_engine_is_found_by_its_health_check_and_generation_waits_for_it
 
 @pytest.mark.slow
 def test_a_restarted_engine_joins_the_group_over_which_weights_are_broadcast(flags: list[str], save: Path) -> None:
+    """It is lost while the next rollout is sampled and this one is trained on."""
     words = without(flags, "--colocate")
     more = ["--rollout-num-gpus", "2", "--use-fault-tolerance", "--update-weight-transport", "nccl"]
     slow = ["--rollout-sample-hook", "tests.e2e.hooks:rest", "--num-rollout", "100000", "--weight-probe-interval", "1"]
-    with Run(save, *words, *SIZES, *more, *slow) as run:
+    with Run(save, *words, *SIZES, *more, *slow, script="train_async.py") as run:
         run.wait_for(lambda: len(run.rows()) >= 1, "a rollout")
         server_of(run, "engine_1.log").kill()
         run.wait_for(lambda: "engine 1 was restarted" in run.output(), "another engine")
@@ -86,7 +87,7 @@ def test_a_restarted_engine_joins_the_group_over_which_weights_are_broadcast(fla
         run.signal(signal.SIGINT)
         assert run.wait() == 130
         run.assert_nothing_is_left()
-    assert_accounted(run)
+    assert_accounted(run, staleness=1)
 
 
 @pytest.mark.slow
@@ -106,15 +107,17 @@ def test_an_engine_that_keeps_dying_ends_the_run_with_its_last_words(flags: list
     assert "engine 0 was restarted 5 times within 60 minutes, and is lost again: engine 0 ended with status 137" in last
 
 
-def assert_accounted(run: Run) -> None:
+def assert_accounted(run: Run, staleness: int = 0) -> None:
     """Every sample of every rollout is there once, whole, graded, and of the weights that its rollout belongs to."""
     for row in train_rows(run):
         samples = run.samples(row["rollout_id"])
         assert len({(each["group_index"], each["index"]) for each in samples}) == len(samples) == GROUPS * SAMPLES
         assert all(each["response_length"] == LENGTH or each["status"] == "completed" for each in samples)
         assert all(each["grade"]["status"] in ("scored", "invalid") for each in samples), "a text may have no number"
-        assert {version for each in samples for version in each["weight_versions"]} == {row["rollout_id"] + 1}
-        assert row["train/train_rollout_logprob_abs_diff_max"] < 1e-4, "the weights are the trainer's"
+        versions = {version for each in samples for version in each["weight_versions"]}
+        assert versions <= set(range(row["rollout_id"] + 1 - staleness, row["rollout_id"] + 2))
+        if staleness == 0:
+            assert row["train/train_rollout_logprob_abs_diff_max"] < 1e-4, "the weights are the trainer's"
 
 
 def train_rows(run: Run) -> list[dict[str, Any]]:

@@ -119,18 +119,25 @@ class RouterServer:
         self._restarts += 1
         self._log = self._log.with_name(f"router_restart_{self._restarts}.log")
         self._launch(())  # with engines it would wait for all of them, also for one that is gone by now
-        async with self._client() as router:
-            try:
-                async with asyncio.timeout(START_TIMEOUT_S):
-                    while await self._not_healthy(router, but=self._engine_urls):  # noqa: ASYNC110
-                        await asyncio.sleep(POLL_S)
-            except TimeoutError:
-                raise EngineError(f"{router} did not start within {START_TIMEOUT_S:g} s") from None
-            urls = list(self._engine_urls)
-            taken = await asyncio.gather(*(self._takes(router, url) for url in urls))
+        urls = list(self._engine_urls)
+        try:
+            async with self._client() as router:
+                await self._until_up(router)
+                taken = await asyncio.gather(*(self._takes(router, url) for url in urls))
+        except BaseException:
+            await asyncio.to_thread(self._process.stop)
+            raise
         refused = [url for url, is_taken in zip(urls, taken, strict=True) if not is_taken]
         self._engine_urls = [url for url in self._engine_urls if url not in refused]
         return refused
+
+    async def _until_up(self, router: HttpServer) -> None:
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while await self._workers_if_up(router) is None:  # noqa: ASYNC110  another process sets no event
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise EngineError(f"{router} did not start within {START_TIMEOUT_S:g} s") from None
 
     async def _takes(self, router: HttpServer, url: str) -> bool:
         try:
@@ -152,7 +159,7 @@ class RouterServer:
             async with self._client() as router:
                 await self._add(router, url)
         except BaseException:
-            self._engine_urls.remove(url)
+            self._engine_urls = [each for each in self._engine_urls if each != url]
             raise
 
     async def _add(self, router: HttpServer, url: str) -> None:
@@ -215,17 +222,23 @@ class RouterServer:
             if url not in known:
                 await router.call("POST", "/workers", {"url": url}, timeout_s=START_TIMEOUT_S)
 
-    async def _not_healthy(self, router: HttpServer, *, but: Sequence[str] = ()) -> list[str]:
+    async def _not_healthy(self, router: HttpServer) -> list[str]:
+        workers = await self._workers_if_up(router)
+        if workers is None:
+            return ["(the router does not answer yet)"]
+        return [url for url in self._engine_urls if not workers.get(url, False)]
+
+    async def _workers_if_up(self, router: HttpServer) -> dict[str, bool] | None:
+        """None while our router starts. Raises EngineError if it has ended, or somebody else's does not answer."""
         failure = self.failure()
         if failure is not None:
             raise EngineError(failure)
         try:
-            workers = await self._workers(router)
+            return await self._workers(router)
         except EngineError:
             if self._external:
                 raise
-            return ["(the router does not answer yet)"]
-        return [url for url in self._engine_urls if url not in but and not workers.get(url, False)]
+            return None
 
     async def _workers(self, router: HttpServer) -> dict[str, bool]:
         """URL → whether the router holds it to be healthy."""
