@@ -90,23 +90,6 @@ def test_a_restarted_engine_joins_the_group_over_which_weights_are_broadcast(fla
     assert_accounted(run, staleness=1)
 
 
-@pytest.mark.slow
-def test_an_engine_that_keeps_dying_ends_the_run_with_its_last_words(flags: list[str], save: Path) -> None:
-    """Each time as soon as it was restarted, so for good after five times."""
-    with Run(save, *flags, "--use-fault-tolerance", "--num-rollout", "100000") as run:
-        run.wait_for(lambda: len(run.rows()) >= 1, "a rollout")
-        for restarts in range(6):
-            log = f"engine_0_restart_{restarts}.log" if restarts else "engine_0.log"
-            server_of(run, log).kill()
-            if restarts < 5:
-                lines = restarts + 1
-                run.wait_for(lambda n=lines: run.output().count("engine 0 was restarted") == n, "another engine")
-        assert run.wait() == 1
-        run.assert_nothing_is_left()
-    last = run.output().splitlines()[-1]
-    assert "engine 0 was restarted 5 times within 60 minutes, and is lost again: engine 0 ended with status 137" in last
-
-
 def assert_accounted(run: Run, staleness: int = 0) -> None:
     """Every sample of every rollout is there once, whole, graded, and of the weights that its rollout belongs to."""
     for row in train_rows(run):
