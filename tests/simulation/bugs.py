@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 from tests.simulation.engines import FakeEngine
 from tests.simulation.run import Driver, WatchedSource
-from tests.simulation.trainer import FakeSync, FakeTransfer
+from tests.simulation.servers import MakeEngine
 from vime.ports import Generator
 from vime.types import Generation, Group, SamplingParams
 
@@ -18,8 +19,8 @@ class LosesAReply(Driver):
 
     told_as = "the run is not over"
 
-    def generator(self) -> Generator:
-        return _Deaf(super().generator())
+    def generator(self, client: Generator) -> Generator:
+        return _Deaf(client)
 
 
 class _Deaf:
@@ -39,7 +40,7 @@ class _Deaf:
 
 
 class TrainsTwice(Driver):
-    """A group in ten is given out once more, as if it were still in the buffer."""
+    """A group in four is given out once more, as if it were still in the buffer."""
 
     told_as = "was trained"
 
@@ -50,7 +51,7 @@ class TrainsTwice(Driver):
 class _Generous(WatchedSource):
     def get_samples(self, n: int) -> list[Group]:
         groups = super().get_samples(n)
-        again = [copy.deepcopy(group) for group in groups if group[0].group_index % 10 == 9]  # type: ignore[operator]
+        again = [copy.deepcopy(group) for group in groups if group[0].group_index % 4 == 3]  # type: ignore[operator]
         self.add_samples(again)
         return groups
 
@@ -60,19 +61,15 @@ class SwapsStale(Driver):
 
     told_as = "is not that of the weights of version"
 
-    def make_sync(self, version: int) -> FakeSync:
-        return _HalfSync(self.world, self.trainer, self.client, self.scenario.faults, version)
+    @property
+    def make_engine(self) -> MakeEngine:
+        return _Lazy
 
 
-class _HalfSync(FakeSync):
-    def transfer(self, weights: int) -> FakeTransfer:
-        return _HalfTransfer(weights)
-
-
-class _HalfTransfer(FakeTransfer):
-    async def load(self, engines: Sequence[FakeEngine], *, timeout_s: float):  # type: ignore[no-untyped-def]
-        stale = [engine for engine in engines if engine.index == 0 and engine.version > 0]
-        return await super().load([engine for engine in engines if engine not in stale], timeout_s=timeout_s)
+class _Lazy(FakeEngine):
+    def _update_weights(self, body: Any) -> None:
+        if self.index > 0 or self.version == 0:
+            super()._update_weights(body)
 
 
 BUGS = (LosesAReply, TrainsTwice, SwapsStale)

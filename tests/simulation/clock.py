@@ -12,6 +12,7 @@ Three things make a run a function of its seed:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 from collections.abc import Coroutine
@@ -83,8 +84,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
             raise Stopped(f"the run is not over after so many steps, at {self._now:g} s")
         return []
 
-    def _check_closed(self) -> None:
-        """Whatever was waiting when a run stopped is thrown away after the loop, and may call it once more."""
+    def sweep(self) -> None:
+        """Ends what still waits when a run has stopped, so that nothing of it shows up in another one."""
+        self._ends_after, self._steps_left = self._now + 1000, 10_000
+        tasks = asyncio.all_tasks(self)
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(Stopped):
+            self.run_until_complete(asyncio.wait(tasks))
 
     def _process_events(self, events: list[Any]) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Made-up engines behind a made-up router: they sample numbers, at their own pace, and they fail.
+"""Made-up engines: they sample numbers, each at its own pace, and they end, hang or fail a call.
 
 A token depends on the request's seed, the tokens before it and the weights; its log-prob on the tokens before it, the
 token and the weights. So it can be told of any token, long after, under which weights it was sampled.
@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
+
+import orjson
 
 from tests.simulation.clock import TICK
 from tests.simulation.scenario import Faults
 from tests.simulation.world import World, mixed
-from vime.serving.http import EngineError
-from vime.types import Generation, SamplingParams, WeightVersion
+from vime.serving import answers
+from vime.serving.client import ENGINE_ID_PREFIX
+from vime.serving.http import Refused, Unreachable
+from vime.types import WeightVersion
 
 END = 0  # the token with which a model stops by itself
 VOCABULARY = 1000
-LATENCY_S = 4 * TICK  # of a request on its way
-DEADLINE_S = 64.0  # after which a client stops waiting for a reply
-ABORT_TIMEOUT_S = 60.0
 
 
 def prefix_of(token_ids: Sequence[int], prefix: int = 0) -> int:
@@ -36,10 +37,11 @@ def log_prob(prefix: int, token: int, weights: int) -> float:
     return -(1 + mixed(prefix, token, weights, 7) % 8192) / 1024
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Request:
     """One request on an engine."""
 
+    name: str
     prefix: int
     seed: int
     length: int  # tokens that it will have
@@ -52,6 +54,14 @@ class Request:
     changed: asyncio.Future[None] | None = None
     aborted: bool = False
 
+    @property
+    def is_whole(self) -> bool:
+        return len(self.tokens) == self.length
+
+    @property
+    def finish_reason(self) -> str:
+        return ("stop" if self.ends_with_stop else "length") if self.is_whole else "abort"
+
     def grow(self, count: int, weights: int, version: WeightVersion) -> None:
         for _ in range(min(count, self.length - len(self.tokens))):
             last = len(self.tokens) == self.length - 1
@@ -62,83 +72,61 @@ class Request:
             self.versions.append(version)
             self.prefix = mixed(self.prefix, token)
 
-    def answer(self) -> Generation:
-        whole = len(self.tokens) == self.length
-        return Generation(
-            token_ids=list(self.tokens),
-            log_probs=list(self.log_probs),
-            weight_versions=list(self.versions),
-            finish_reason=("stop" if self.ends_with_stop else "length") if whole else "abort",
-        )
+    def answer(self) -> dict[str, Any]:
+        """As an engine of ours writes it."""
+        spans: list[answers.Span] = [
+            {"version": str(version), "start": place, "end": place + 1} for place, version in enumerate(self.versions)
+        ]
+        found: dict[str, Any] = orjson.loads(answers.encode(self.tokens, self.log_probs, spans, self.finish_reason))
+        return found
 
 
 class FakeEngine:
-    """Stands for an ``EngineControl`` and the process behind it."""
+    """One engine process, from its start to its end. ``call`` is its HTTP server."""
 
-    def __init__(self, world: World, index: int, faults: Faults) -> None:
+    def __init__(self, world: World, index: int, number: int, faults: Faults) -> None:
         self._world = world
         self._faults = faults
-        self.index = index
-        self.url = f"http://engine-{index}"
-        self.dead: str | None = None  # what a weight sync sets
-        self.alive = True  # the process runs
-        self.routed = True  # and the router sends it requests
+        self.index, self.number = index, number  # its place, and how many were there before
+        self.url = f"http://engine-{index}-{number}"
+        self.last_words: str | None = None  # once it has ended
+        self.ended = asyncio.Event()
+        self.hangs = False
         self.weights = 0
         self.version: WeightVersion = 0
         self.paused = False
+        self.has_served = False  # it has been through a sync: the first one of a run must not fail
         self.requests: list[Request] = []
-        self._calls = 0
+        self._calls = self._finished = 0
 
     def __str__(self) -> str:
-        return f"engine {self.index}"
+        return f"engine {self.index}.{self.number}"
 
-    # the verbs of a weight sync
+    @property
+    def is_healthy(self) -> bool:
+        return self.last_words is None and not self.hangs
 
-    async def pause(self, mode: Literal["keep"] = "keep", *, timeout_s: float) -> None:
-        await self._call("pause", timeout_s)
-        self._settle()
-        self.paused = True
-        self._wake()
+    async def call(self, path: str, body: Any) -> Any:
+        """Raises what a client sees if the process ends, or fails the call."""
+        verb = path.partition("?")[0].rpartition("/")[2]
+        if verb == "generate":
+            return await self.serve(self.request(body))
+        await self._take_time(verb)
+        handler = getattr(self, f"_{verb}", None)
+        return handler(body) if handler is not None else None
 
-    async def start_update(self, *, timeout_s: float) -> None:
-        await self._call("start", timeout_s)
-
-    async def load(self, weights: int, *, timeout_s: float) -> None:
-        await self._call("load", timeout_s)
-        self._settle()
-        self.weights = weights
-
-    async def finish_update(self, version: WeightVersion, *, timeout_s: float) -> None:
-        await self._call("finish", timeout_s)
-        self._settle()
-        self.version = version
-
-    async def reset_prefix_cache(self, *, timeout_s: float) -> None:
-        await self._call("reset", timeout_s)
-
-    async def resume(self, *, timeout_s: float) -> None:
-        await self._call("resume", timeout_s)
-        self.paused = False
-        self._wake()
-
-    async def abort_all(self, *, timeout_s: float) -> None:
-        await self._call("abort", timeout_s)
-        self.abort()
-
-    # what the router does
-
-    async def serve(self, request: Request) -> Generation:
-        """Raises EngineError if the engine dies meanwhile."""
+    async def serve(self, request: Request) -> dict[str, Any]:
         self.requests.append(request)
         loop = asyncio.get_running_loop()
         try:
             while True:
-                if not self.alive:
-                    raise EngineError(f"{self} died")
-                if request.aborted or len(request.tokens) == request.length:
+                if self.last_words is not None:
+                    raise Unreachable(f"{self} broke the connection")
+                if not self.hangs and (request.aborted or request.is_whole):
+                    self._finished += 1
                     return request.answer()
                 request.changed = loop.create_future()
-                request.since = None if self.paused else loop.time()
+                request.since = None if self.paused or self.hangs else loop.time()
                 if request.since is not None:
                     left = (request.length - len(request.tokens)) * request.pace_s
                     loop.call_later(left, _set, request.changed)
@@ -147,24 +135,66 @@ class FakeEngine:
         finally:
             self.requests.remove(request)
 
-    def abort(self) -> None:
-        """Ends all requests; each answers with what it has."""
+    def end(self, last_words: str) -> None:
+        """The process ends, and takes all requests with it."""
+        if self.last_words is None:
+            self._world.tell("engine ended", engine=str(self), requests=len(self.requests), why=last_words)
+            self.last_words = last_words
+            self.ended.set()
+            self._wake()
+
+    def hang(self) -> None:
+        """It answers nothing any more, until it is killed."""
+        if self.last_words is None:
+            self._world.tell("engine hangs", engine=str(self), requests=len(self.requests))
+            self._settle()
+            self.hangs = True
+            self._wake()
+
+    # what calls do, by the last part of their path
+
+    def _pause(self, body: Any) -> None:
         self._settle()
+        self.paused = True
+        self._wake()
+
+    def _resume(self, body: Any) -> None:
+        self.paused, self.has_served = False, True
+        self._wake()
+
+    def _update_weights(self, body: Any) -> None:
+        self.weights = self._world.shared[body["update_info"]["path"]]
+
+    def _finish_weight_update(self, body: Any) -> None:
+        self.version = int(body["weight_version"])
+
+    def _abort_requests(self, body: Any) -> None:
+        self._settle()
+        names = body.get("request_ids")
         for request in self.requests:
-            request.aborted = True
+            request.aborted |= names is None or request.name in names
         self._wake()
 
-    def die(self) -> None:
-        """Takes all requests with it."""
-        self._world.tell("engine died", engine=self.index, requests=len(self.requests))
-        self.alive = self.routed = False
-        self._wake()
+    def _progress(self, body: Any) -> dict[str, Any]:
+        self._settle()
+        running = {request.name: len(request.tokens) for request in self.requests}
+        return {"server": 1, "finished": self._finished, "running": running}
 
-    def start_again(self) -> None:
-        """As a new process, with the weights that it finds on the disk."""
-        self._world.tell("engine started", engine=self.index)
-        self.alive, self.dead, self.paused = True, None, False
-        self.weights, self.version = 0, 0
+    def request(self, body: Any) -> Request:
+        """How long an answer gets and how fast it comes depends on who asks and with which seed."""
+        chance, params, name = self._world.chance, body["sampling_params"], body.get("request_id", "probe")
+        seed, most = params["seed"], params["max_tokens"]
+        long_tail = chance.fraction("length", seed) ** 3  # most are short, a few very long
+        wanted = 1 + int(long_tail * 1.25 * most) if not params["ignore_eos"] else most + 1
+        slow = chance.hits(self._faults.stragglers, "straggler", seed)
+        return Request(
+            name=ENGINE_ID_PREFIX + name,
+            prefix=prefix_of(body["token_ids"]),
+            seed=seed,
+            length=min(wanted, most),
+            ends_with_stop=wanted <= most,
+            pace_s=chance.pick((24, 48, 96), "pace", seed) * (16 if slow else 1) * TICK,
+        )
 
     def _settle(self) -> None:
         for request in self.requests:
@@ -172,7 +202,7 @@ class FakeEngine:
 
     def _settle_one(self, request: Request) -> None:
         """Samples what the time since the last change was enough for, under the weights of that time."""
-        if request.since is not None and self.alive:
+        if request.since is not None and self.is_healthy:
             now = asyncio.get_running_loop().time()
             request.grow(int((now - request.since) / request.pace_s), self.weights, self.version)
             request.since = now
@@ -182,95 +212,21 @@ class FakeEngine:
             if request.changed is not None:
                 _set(request.changed)
 
-    async def _call(self, verb: str, timeout_s: float) -> None:
+    async def _take_time(self, verb: str) -> None:
         """The time that a call takes, and its failure if that is its fate."""
         self._calls += 1
-        chance, identity = self._world.chance, (verb, self.index, self._world.life, self._calls)
-        await asyncio.sleep(chance.seconds(TICK, 64 * TICK, "control", *identity))
-        if not self.alive:
-            raise EngineError(f"{self} cannot be reached for {verb}")
-        if chance.hits(self._faults.control_fails, "control fails", *identity):
-            self._world.tell("control failed", engine=self.index, verb=verb)
-            raise EngineError(f"{self} answered {verb} with 500")
+        chance, identity = self._world.chance, (verb, str(self), self._world.life, self._calls)
+        # how much of an answer there is when it is aborted must not differ from life to life
+        await asyncio.sleep(8 * TICK if verb == "abort_requests" else chance.seconds(TICK, 64 * TICK, *identity))
+        if self.hangs:
+            await self.ended.wait()
+        if self.last_words is not None:
+            raise Unreachable(f"{self} cannot be reached for {verb}")
+        if self.has_served and self.number < 3 and chance.hits(self._faults.control_fails, "control fails", *identity):
+            self._world.tell("call failed", engine=str(self), verb=verb)
+            raise Refused(f"{self} answered {verb} with 500", 500)
 
 
 def _set(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-class FakeClient:
-    """Implements ``ports.Generator``: the router, and what befalls requests on their way."""
-
-    def __init__(self, world: World, engines: Sequence[FakeEngine], faults: Faults) -> None:
-        self._world = world
-        self.engines = list(engines)
-        self._faults = faults
-        self._attempts: dict[tuple[str, int], int] = {}
-        self._aborts = 0
-        self._in_flight = 0
-
-    async def generate(self, token_ids: Sequence[int], params: SamplingParams, *, session_id: str) -> Generation:
-        assert params.seed is not None
-        attempt = self._attempts[session_id, params.seed] = self._attempts.get((session_id, params.seed), 0) + 1
-        identity = (session_id, params.seed, attempt)
-        self._world.tell("request", session=session_id, at=len(token_ids), attempt=attempt)
-        self._in_flight += 1
-        try:
-            answer = await self._answer(self._request(token_ids, params, identity), identity)
-        except EngineError as error:
-            self._world.tell("request failed", session=session_id, why=str(error))
-            raise
-        finally:
-            self._in_flight -= 1
-        self._world.tell(
-            "answer", session=session_id, tokens=len(answer.token_ids), versions=answer.weight_versions[:1],
-            reason=answer.finish_reason,
-        )  # fmt: skip
-        return answer
-
-    async def abort(self) -> None:
-        """Returns when each request in flight has answered; requests may still be on their way when it is called."""
-        self._world.tell("abort", requests=self._in_flight)
-        try:
-            async with asyncio.timeout(ABORT_TIMEOUT_S):
-                while self._in_flight:
-                    for engine in self.engines:
-                        engine.abort()
-                    await asyncio.sleep(8 * TICK)
-        except TimeoutError:
-            left = self._in_flight
-            raise EngineError(f"{left} requests did not end within {ABORT_TIMEOUT_S:g} s of being aborted") from None
-        self._world.tell("aborted")
-
-    def _request(self, token_ids: Sequence[int], params: SamplingParams, identity: tuple[str, int, int]) -> Request:
-        chance, (session, seed, attempt) = self._world.chance, identity
-        assert params.seed is not None
-        long_tail = chance.fraction("length", session, seed) ** 3  # most are short, a few very long
-        wanted = 1 + int(long_tail * 1.25 * params.max_tokens)
-        slow = chance.hits(self._faults.stragglers, "straggler", session, seed, attempt)
-        pace = chance.pick((24, 48, 96), "pace", session, seed) * (16 if slow else 1) * TICK
-        return Request(
-            prefix=prefix_of(token_ids),
-            seed=params.seed,
-            length=min(wanted, params.max_tokens),
-            ends_with_stop=wanted <= params.max_tokens,
-            pace_s=pace,
-        )
-
-    async def _answer(self, request: Request, identity: tuple[str, int, int]) -> Generation:
-        await asyncio.sleep(LATENCY_S)
-        chance, faults = self._world.chance, self._faults
-        if chance.hits(faults.refused, "refused", *identity):
-            raise EngineError("the router answered with 503")
-        there = [engine for engine in self.engines if engine.routed]
-        if not there:
-            await asyncio.sleep(4.0)  # the client tries again for so long
-            raise EngineError("the router has no engine left")
-        engine = chance.pick(there, "route", identity[0])
-        answer = await engine.serve(request)
-        await asyncio.sleep(LATENCY_S)
-        if chance.hits(faults.lost_replies, "lost", *identity):
-            await asyncio.sleep(DEADLINE_S)
-            raise EngineError(f"the router did not answer a request of session {identity[0]} within {DEADLINE_S:g} s")
-        return answer

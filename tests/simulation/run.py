@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulation.clock import Stopped, VirtualLoop
-from tests.simulation.engines import VOCABULARY, FakeClient, FakeEngine
+from tests.simulation.engines import VOCABULARY, FakeEngine
 from tests.simulation.graders import FakeGraders
 from tests.simulation.scenario import Scenario
-from tests.simulation.trainer import Checkpoint, FakeCheckpoints, FakeSync, FakeTrainer
+from tests.simulation.servers import ROUTER, FakeCluster, MakeEngine
+from tests.simulation.trainer import Checkpoint, FakeCheckpoints, FakeLedger, FakeTrainer
 from tests.simulation.world import Evaluation, Event, History, World
 from vime import async_loop, loop
+from vime.cluster.supervision import HealthChecks, Supervisor, supervised
+from vime.cluster.turns import Turns
+from vime.cluster.weights import GroupWeightSync
 from vime.config import Config, parse_config
 from vime.data.chat import PromptEncoder
 from vime.data.jsonl import Keys
@@ -30,9 +34,12 @@ from vime.ports import Generator
 from vime.rollout.build import Prompts, make_hub, make_manager
 from vime.rollout.eval_sets import load_eval_inputs
 from vime.rollout.staleness import WeightHistory
-from vime.types import Group, RolloutBatch, Sample, TrainResult, WeightVersion, derive_seed
+from vime.serving.client import RouterClient
+from vime.serving.fleet import Fleet
+from vime.serving.health import check_generates
+from vime.types import Group, RolloutBatch, Sample, TrainResult, derive_seed
 
-ENDS_AFTER_S = 20_000.0
+ENDS_AFTER_S = 10_000.0
 MOST_STEPS = 400_000
 MAX_CONTEXT = 64
 EVAL_SET = "last"
@@ -80,31 +87,25 @@ def simulate(scenario: Scenario, driver_type: type[Driver] | None = None) -> Out
 
 
 class Driver:
-    """The process that runs the loop, with the processes around it."""
+    """The process that runs the loop, with the processes around it: what ``cluster.job`` and ``cluster.launch`` do."""
 
     told_as = ""  # what a planted bug must be found by
 
     def __init__(self, scenario: Scenario, world: World, checkpoint: Checkpoint | None) -> None:
         self.scenario, self.world, self.config = scenario, world, config_of(scenario)
-        state = checkpoint.driver_state() if checkpoint is not None else {}
-        faults = scenario.faults
+        self._saved = checkpoint.driver_state() if checkpoint is not None else {}
+        self._start = checkpoint.rollout_id + 1 if checkpoint is not None else 0
         self.trainer = FakeTrainer(
             world,
             weights=checkpoint.weights if checkpoint is not None else derive_seed("weights", scenario.seed),
             trainings=checkpoint.trainings if checkpoint is not None else 0,
         )
-        self.client = FakeClient(world, [FakeEngine(world, index, faults) for index in range(scenario.engines)], faults)
+        self.turns = Turns(self.trainer, trainer_leaves=False, engines_sleep=False)  # type: ignore[arg-type]
+        self.checkpoints = FakeCheckpoints(world, self.trainer, self.turns, self._driver_state)
+        self.cluster = FakeCluster(world, scenario.engines, scenario.faults, self.make_engine)
         self.source = self.make_source()
-        if checkpoint is not None:
-            self.source.load_state_dict(state["source"])
-        self.weights = self.make_sync(int(state.get("weight_version", 1)) - 1)
         self.versions = WeightHistory()
-        if checkpoint is not None:
-            self.versions.load_state_dict(state["weight_history"])
-        self.checkpoints = FakeCheckpoints(world, self.trainer, self._driver_state)
-        self._state = state
         self.state: dict[str, Any] = {}  # in the end
-        self._start = checkpoint.rollout_id + 1 if checkpoint is not None else 0
         self.finished = False
 
     # what a planted bug replaces
@@ -112,11 +113,12 @@ class Driver:
     def make_source(self) -> WatchedSource:
         return WatchedSource(self.world, self.config)
 
-    def make_sync(self, version: WeightVersion) -> FakeSync:
-        return FakeSync(self.world, self.trainer, self.client, self.scenario.faults, version)
+    @property
+    def make_engine(self) -> MakeEngine:
+        return FakeEngine
 
-    def generator(self) -> Generator:
-        return self.client
+    def generator(self, client: Generator) -> Generator:
+        return client
 
     def live(self, crashes_after: float | None) -> list[str]:
         """Until the run is over, or the driver crashes; returns what is wrong."""
@@ -124,29 +126,29 @@ class Driver:
         clock = VirtualLoop(order, ends_after=ENDS_AFTER_S, most_steps=MOST_STEPS)
         asyncio.set_event_loop(clock)
         try:
-            return self._live(clock, crashes_after)
+            with self.cluster.network():
+                return self._live(clock, crashes_after)
         finally:
-            for task in asyncio.all_tasks(clock):
-                task._log_destroy_pending = False  # type: ignore[attr-defined]
             asyncio.set_event_loop(None)
             clock.close()
 
     def _live(self, clock: VirtualLoop, crashes_after: float | None) -> list[str]:
         main = clock.create_task(self._run())
-        crashed = crashes_after is not None
         if crashes_after is not None:
             clock.call_later(crashes_after, self._crash, main)
         try:
             clock.run_until_complete(main)
             self.finished = True
         except asyncio.CancelledError:
-            if not crashed:
+            if crashes_after is None:
                 return ["the run was cancelled by itself"]
         except Stopped as error:
-            return [f"{error}; waiting: {', '.join(_waiting(clock))}"]
+            waiting = _waiting(clock)
+            clock.sweep()
+            return [f"{error}; waiting: {', '.join(waiting)}"]
         except Exception as error:
             return [f"{type(error).__name__}: {error}"]
-        left = [*_waiting(clock), *(f"{r}" for e in self.client.engines for r in e.requests)]
+        left = [*_waiting(clock), *(request.name for engine in self.cluster.engines for request in engine.requests)]
         return [f"left running: {', '.join(left)}"] if left else []
 
     def _crash(self, main: asyncio.Task[None]) -> None:
@@ -157,22 +159,47 @@ class Driver:
 
     async def _run(self) -> None:
         config = self.config
-        hooks = resolve_hooks(config)
-        prompts = Prompts(
-            hooks=hooks,
-            tokenizer=Tokenizer(),
-            encoder=PromptEncoder(Tokenizer()),
-            source=self.source,
-            eval_sources=load_eval_inputs(config, hooks, Tokenizer()),
-            max_context=MAX_CONTEXT,
-        )
+        fleet = Fleet(self.cluster.router, tolerant=config.sampling.use_fault_tolerance)
+        for index, engine in enumerate(await self.cluster.start()):
+            fleet.started(index, engine)
+        await self.turns.engines_started(fleet)
+        client = RouterClient(ROUTER, fleet, request_timeout_s=config.engine.request_timeout_s)
+        prompts = self._prompts()
         hub = make_hub(config, prompts, config.args, FakeGraders(self.world, self.scenario.faults))
-        rollouts = make_manager(
-            config, prompts, config.args, self.generator(), hub, _Recorder(self.world), self.versions
+        self.weights = GroupWeightSync(
+            config,
+            self.trainer,  # type: ignore[arg-type]
+            fleet,
+            self.turns,
+            probe_prompt=prompts.probe_prompt(),
+            broadcasts=False,
+            ledger=FakeLedger(),  # type: ignore[arg-type]
+            version=int(self._saved.get("weight_version", 1)) - 1,
+            unscheduled=self.versions.advanced,
         )
-        self._rollouts = rollouts
-        if "rollouts" in self._state:
-            rollouts.load_state_dict(self._state["rollouts"])
+        recorder, generator = _Recorder(self.world), self.generator(client)
+        self.rollouts = make_manager(config, prompts, config.args, generator, hub, recorder, self.versions)
+        if self._saved:
+            self.versions.load_state_dict(self._saved["weight_history"])
+            self.source.load_state_dict(self._saved["source"])
+            self.rollouts.load_state_dict(self._saved["rollouts"])
+        supervisor = Supervisor(
+            fleet,
+            self.cluster,
+            self.cluster.router,
+            self.weights.restore,
+            health=HealthChecks(check=check_generates, first_wait_s=0, interval_s=30, timeout_s=30),
+            room=self.turns.start_of_engine,
+            say=lambda line: None,
+        )
+        try:
+            await supervised(self._train(), supervisor.run(), self._failures)
+        finally:
+            await self.rollouts.close()
+            await hub.close()
+
+    async def _train(self) -> None:
+        config = self.config
         schedule = Schedule(
             start=self._start,
             stop=self.scenario.rollouts,
@@ -182,23 +209,31 @@ class Driver:
             eval_interval=config.evaluation.eval_interval,
             evaluates_first=config.evaluation.eval_interval is not None and self._start == 0,
         )
-        report = _Report(self.world)
         self.world.tell("start", first=self._start)
         train = async_loop.train if config.asynchrony.asynchronous else loop.train
-        try:
-            await train(schedule, rollouts, self.trainer, self.weights, self.checkpoints, report)
-            self.state = self._driver_state()
-        finally:
-            await rollouts.close()
-            await hub.close()
+        await train(schedule, self.rollouts, self.turns, self.weights, self.checkpoints, _Report(self.world))
+        self.state = self._driver_state()
         self.world.tell("finished", weights=self.trainer.weights)
 
+    async def _failures(self) -> list[str]:
+        return []
+
+    def _prompts(self) -> Prompts:
+        hooks = resolve_hooks(self.config)
+        return Prompts(
+            hooks=hooks,
+            tokenizer=Tokenizer(),
+            encoder=PromptEncoder(Tokenizer()),
+            source=self.source,
+            eval_sources=load_eval_inputs(self.config, hooks, Tokenizer()),
+            max_context=MAX_CONTEXT,
+        )
+
     def _driver_state(self) -> dict[str, Any]:
-        """As a job puts it together (``cluster.job``)."""
         newer = self.trainer.trainings > self.versions.trainings
         return {
             "source": self.source.state_dict(),
-            "rollouts": self._rollouts.state_dict(),
+            "rollouts": self.rollouts.state_dict(),
             "weight_version": self.weights.version + newer,
             "weight_history": self.versions.state_dict(),
         }
@@ -310,6 +345,7 @@ def config_of(scenario: Scenario) -> Config:
         --hf-checkpoint {folder} --prompt-data {folder}/prompts.jsonl@[0:{scenario.prompts}] --label-key label
         --rm-type math --save {folder}/save --actor-num-gpus-per-node 1 --rollout-num-gpus {scenario.engines}
         --num-rollout {scenario.rollouts} --rollout-seed {scenario.seed}
+        --request-timeout-s 90 --weight-sync-timeout-s 60
         --eval-prompt-data {EVAL_SET} {folder}/prompts.jsonl@[58:]
     """.split()
     return parse_config([*words, *scenario.flags])

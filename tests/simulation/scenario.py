@@ -20,7 +20,9 @@ class Faults:
     refused: float = 0.0
     lost_replies: float = 0.0
     control_fails: float = 0.0
-    engine_deaths: float = 0.0
+    engine_deaths: float = 0.0  # of one engine process
+    starts_fail: float = 0.0
+    router_death: float = 0.0  # in one life of the driver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,11 @@ class Scenario:
     @property
     def repeats_exactly(self) -> bool:
         """Whether it gives bit for bit what ``plain`` gives. What runs ahead must not choose its groups by when they
-        are finished: a checkpoint has those in flight as they were when they started."""
+        are finished: a checkpoint has those in flight as they were when they started. And which engine is there when
+        differs from life to life, so that groups must be taken in order."""
+        faults = self.faults
+        if (faults.engine_deaths or faults.control_fails or faults.router_death) and "in order" not in self.features:
+            return False
         if "async without staleness" in self.features:
             return not {"dynamic", "over-sampling"} & set(self.features)
         return "sync" in self.features
@@ -117,16 +123,20 @@ def scenario_of(seed: int) -> Scenario:
         flags=tuple(" ".join(flags).split()),
         engines=dice.between(1, 3, "engines"),
         prompts=dice.between(6, 30, "prompts"),
-        rollouts=dice.between(3, 5, "rollouts"),
+        rollouts=dice.between(3, 4, "rollouts"),
         max_staleness=staleness,
         faults=Faults(
             stragglers=dice.rate("stragglers", 0.1),
             graders_slow=dice.rate("graders slow", 0.1),
             graders_hang=dice.rate("graders hang", 0.04),
             graders_fail=dice.rate("graders fail", 0.1),
-            driver_crashes=dice.between(0, 2, "crashes"),
+            driver_crashes=max(0, dice.between(-1, 2, "crashes")),
             refused=dice.rate("refused", 0.1) * tolerant,
             lost_replies=dice.rate("lost replies", 0.02) * tolerant,
+            control_fails=dice.rate("control fails", 0.03) * tolerant,
+            engine_deaths=dice.rate("engine deaths", 1.0) * tolerant,
+            starts_fail=dice.rate("starts fail", 0.3) * tolerant,
+            router_death=dice.rate("router death", 1.0) * tolerant,
         ),
     )
 

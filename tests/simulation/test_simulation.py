@@ -4,6 +4,7 @@ A failing line ends with the command that shows what happened.
 """
 
 import asyncio
+import dataclasses
 import hashlib
 import os
 import subprocess
@@ -15,7 +16,7 @@ from tests.simulation.bugs import BUGS
 from tests.simulation.check import check
 from tests.simulation.clock import Stopped, VirtualLoop
 from tests.simulation.run import Driver, simulate
-from tests.simulation.scenario import FEATURES, scenario_of
+from tests.simulation.scenario import FEATURES, Faults, scenario_of
 
 FEW, MANY = 100, 2000
 
@@ -36,6 +37,7 @@ def test_invariants_hold_in_two_thousand_worlds():
 def test_the_hundred_worlds_have_everything_in_them():
     scenarios = [scenario_of(seed) for seed in range(FEW)]
     assert set(FEATURES) <= {feature for scenario in scenarios for feature in scenario.features}
+    assert all(any(getattr(each.faults, fault.name) for each in scenarios) for fault in dataclasses.fields(Faults))
 
 
 @pytest.mark.parametrize("bug", BUGS)

@@ -1,4 +1,4 @@
-"""A made-up trainer, its checkpoints, and the way of its weights into the engines.
+"""A made-up trainer and its checkpoints.
 
 Its weights are one number, which depends on all that it was ever trained on, in that order. So two runs that end with
 the same weights have trained on the same samples, tokens and rewards.
@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.simulation.clock import TICK
-from tests.simulation.engines import FakeClient, FakeEngine
-from tests.simulation.scenario import Faults
+from tests.simulation.engines import log_prob, prefix_of
 from tests.simulation.world import History, Synced, Training, World, mixed
-from vime.serving.http import EngineError
+from vime.cluster.turns import Turns
 from vime.types import RolloutBatch, TrainResult, TrainSample, WeightVersion, derive_seed
-from vime.weights.sync import sync_engines
+from vime.weights.plan import WeightPlan
 
-SYNC_TIMEOUT_S = 30.0
+SHARED = "/dev/shm/weights"
+PLAN = WeightPlan.of([("weights", (1,), "float32")])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeExport:
+    """Implements ``weights.transfers.Export``."""
+
+    plan: WeightPlan = PLAN
+    path: str = SHARED
 
 
 class FakeTrainer:
-    """Implements ``ports.Trainer``."""
+    """Stands for a ``TrainGroup``: the ranks of the actor."""
 
     def __init__(self, world: World, weights: int, trainings: int) -> None:
         self._world = world
@@ -42,6 +49,25 @@ class FakeTrainer:
         world.tell("trained", rollout=batch.rollout_id, weights=self.weights)
         return TrainResult(steps=({"train/loss": 0.0},))
 
+    async def export_weights(self, version: WeightVersion) -> FakeExport:
+        """Overwrites what engines could read so far."""
+        self._world.tell("export", version=version, weights=self.weights)
+        synced = Synced(weights=self.weights, trainings=self.trainings)
+        if self._world.history.syncs.setdefault(version, synced) != synced:
+            raise RuntimeError(f"version {version} is the name of two sets of weights")
+        self._world.shared[SHARED] = self.weights
+        return FakeExport()
+
+    async def log_probs_of(self, token_ids: Sequence[int], prompt_length: int) -> list[float]:
+        prefix, found = prefix_of(token_ids[:prompt_length]), []
+        for token in token_ids[prompt_length:]:
+            found.append(log_prob(prefix, token, self.weights))
+            prefix = prefix_of([token], prefix)
+        return found
+
+    async def save(self, directory: Path) -> None:
+        await asyncio.sleep(self._world.chance.seconds(0.1, 2, "saving", self.trainings))
+
 
 def lesson_of(sample: TrainSample) -> int:
     """A number for all of a sample that a trainer would learn from."""
@@ -51,47 +77,12 @@ def lesson_of(sample: TrainSample) -> int:
     )  # fmt: skip
 
 
-class FakeSync:
-    """Implements ``ports.WeightSync`` with the real order of steps."""
+class FakeLedger:
+    """Stands for a ``MemoryLedger``."""
 
-    def __init__(
-        self, world: World, trainer: FakeTrainer, client: FakeClient, faults: Faults, version: WeightVersion
-    ) -> None:
-        self._world = world
-        self._trainer = trainer
-        self._client = client
-        self._faults = faults
-        self.version = version
+    def training(self) -> None: ...
 
-    async def sync(self) -> WeightVersion:
-        version, weights = self.version + 1, self._trainer.weights
-        self._world.tell("sync", version=version, weights=weights)
-        await sync_engines(self.transfer(weights), self._client.engines, version, timeout_s=SYNC_TIMEOUT_S)  # type: ignore[arg-type]
-        assert weights == self._trainer.weights, "the trainer learned while its weights travelled"
-        synced = Synced(weights=weights, trainings=self._trainer.trainings)
-        if self._world.history.syncs.setdefault(version, synced) != synced:
-            raise RuntimeError(f"version {version} is the name of two sets of weights")
-        self.version = version
-        self._world.tell("synced", version=version)
-        return version
-
-    def transfer(self, weights: int) -> FakeTransfer:
-        return FakeTransfer(weights)
-
-
-class FakeTransfer:
-    """Implements ``weights.sync.Transfer``."""
-
-    def __init__(self, weights: int) -> None:
-        self._weights = weights
-
-    async def announce(self, engines: Sequence[FakeEngine], version: WeightVersion, *, timeout_s: float) -> None:
-        await asyncio.sleep(TICK)
-
-    async def load(self, engines: Sequence[FakeEngine], *, timeout_s: float) -> Mapping[FakeEngine, EngineError]:
-        loads = (engine.load(self._weights, timeout_s=timeout_s) for engine in engines)
-        results = await asyncio.gather(*loads, return_exceptions=True)
-        return {e: result for e, result in zip(engines, results, strict=True) if isinstance(result, EngineError)}
+    def generating(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,15 +103,19 @@ class Checkpoint:
 class FakeCheckpoints:
     """Implements ``ports.Checkpoints``: the trainer's part takes its time, then all of it is there at once."""
 
-    def __init__(self, world: World, trainer: FakeTrainer, driver_state: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, world: World, trainer: FakeTrainer, turns: Turns, driver_state: Callable[[], dict[str, Any]]
+    ) -> None:
         self._world = world
         self._trainer = trainer
+        self._turns = turns
         self._driver_state = driver_state
         self.last: Checkpoint | None = None
 
     async def save(self, rollout_id: int) -> Path:
         self._world.tell("save", rollout=rollout_id)
-        await asyncio.sleep(self._world.chance.seconds(0.1, 2, "saving", rollout_id))
+        folder = Path(f"iter_{rollout_id:07d}")
+        await self._turns.save(folder)
         self.last = Checkpoint(
             rollout_id=rollout_id,
             weights=self._trainer.weights,
@@ -129,4 +124,4 @@ class FakeCheckpoints:
             history=self._world.history.copy(),
         )
         self._world.tell("saved", rollout=rollout_id)
-        return Path(f"iter_{rollout_id:07d}")
+        return folder

@@ -109,6 +109,7 @@ class World:
         self.seed = seed
         self.chance = Chance(seed)
         self.history = History()
+        self.shared: dict[str, int] = {}  # memory that the trainer shares with engines: path → weights
         self.life = 0
         self.trace: list[Event] = []
 

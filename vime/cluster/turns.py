@@ -12,12 +12,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vime.cluster.train_group import TrainGroup
 from vime.serving.control import EngineControl
 from vime.serving.fleet import Fleet
 from vime.types import RolloutBatch, TokenScores, TrainResult
+
+if TYPE_CHECKING:
+    from vime.cluster.train_group import TrainGroup
 
 TIMEOUT_S = 300.0
 

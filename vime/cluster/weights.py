@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from vime.cluster.memory import MemoryLedger
-from vime.cluster.train_group import TrainGroup
 from vime.cluster.turns import Turns
 from vime.config import Config
 from vime.serving.control import EngineControl
@@ -15,6 +14,10 @@ from vime.types import WeightVersion
 from vime.weights.probe import ProbeFailed, probe
 from vime.weights.sync import SyncError, Transfer, sync_engines
 from vime.weights.transfers import Broadcast, SharedMemory
+
+if TYPE_CHECKING:
+    from vime.cluster.memory import MemoryLedger
+    from vime.cluster.train_group import TrainGroup
 
 TOLERANCE = {"float32": 1e-2, "float16": 0.1, "bfloat16": 0.5}
 """Nats a token by which engine and trainer may differ on average, by dtype: several times what rounding gives even with

@@ -1,0 +1,183 @@
+"""The made-up cluster: engine processes, the router in front of them, and the network between all and the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+from tests.simulation.clock import TICK
+from tests.simulation.engines import FakeEngine
+from tests.simulation.scenario import Faults
+from tests.simulation.world import World
+from vime.serving.control import GENERATE, EngineControl
+from vime.serving.http import EngineError, HttpServer, Late, Refused, Unreachable
+
+LATENCY_S = 4 * TICK  # of a request on its way
+ROUTER = "http://router"
+
+MakeEngine = Callable[[World, int, int, Faults], FakeEngine]
+
+
+class FakeRouter:
+    """Implements ``supervision.Router`` and ``fleet.Membership``, and is the router's HTTP server."""
+
+    def __init__(self, world: World, engines: Mapping[str, FakeEngine], faults: Faults) -> None:
+        self._world = world
+        self._engines = engines
+        self._faults = faults
+        self._members: list[str] = []
+        self._attempts: dict[tuple[str, int], int] = {}
+        self._ended = asyncio.Event()
+
+    # the process
+
+    async def ended(self) -> str:
+        await self._ended.wait()
+        return "the router ended with status -9"
+
+    def end(self) -> None:
+        self._world.tell("router ended")
+        self._ended.set()
+
+    async def restart(self) -> list[str]:
+        await asyncio.sleep(2.0)
+        refused = [url for url in self._members if not self._engines[url].is_healthy]
+        self._members = [url for url in self._members if url not in refused]
+        self._world.tell("router started", refused=refused)
+        self._ended = asyncio.Event()
+        return refused
+
+    async def add(self, url: str) -> None:
+        await asyncio.sleep(LATENCY_S)
+        if self._ended.is_set():
+            raise Unreachable("the router cannot be reached for /add_worker")
+        if url not in self._members:
+            self._members.append(url)
+
+    async def remove(self, url: str) -> None:
+        await asyncio.sleep(LATENCY_S)
+        if url in self._members:
+            self._members.remove(url)
+
+    # the server
+
+    async def call(self, body: Any, session: str) -> Any:
+        seed = body["sampling_params"]["seed"]
+        attempt = self._attempts[session, seed] = self._attempts.get((session, seed), 0) + 1
+        identity = (session, seed, attempt)
+        self._world.tell("request", session=session, at=len(body["token_ids"]), attempt=attempt)
+        await asyncio.sleep(LATENCY_S)
+        chance, faults = self._world.chance, self._faults
+        if self._ended.is_set():
+            raise Unreachable("the router cannot be reached")
+        if not self._members or chance.hits(faults.refused, "refused", *identity):
+            raise Refused("the router answered with 503", 503)
+        engine = self._engines[chance.pick(self._members, "route", session)]
+        answer = await self._until_end(engine.serve(engine.request(body)))
+        await asyncio.sleep(LATENCY_S)
+        if chance.hits(faults.lost_replies, "lost", *identity):
+            self._world.tell("reply lost", session=session)
+            await self._ended.wait()
+        if self._ended.is_set():
+            raise Unreachable("the router broke the connection")
+        self._world.tell("answer", session=session, reason=answer["finish_reason"], engine=str(engine))
+        return answer
+
+    async def _until_end(self, serving: Any) -> Any:
+        """Connections through a router that ends are broken."""
+        served, ended = asyncio.ensure_future(serving), asyncio.ensure_future(self._ended.wait())
+        try:
+            await asyncio.wait({served, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not served.done():
+                raise Unreachable("the router broke the connection")
+            return served.result()
+        finally:
+            served.cancel()
+            ended.cancel()
+            await asyncio.gather(served, ended, return_exceptions=True)
+
+
+class FakeCluster:
+    """Implements ``supervision.Processes``."""
+
+    def __init__(self, world: World, count: int, faults: Faults, make_engine: MakeEngine) -> None:
+        self._world = world
+        self._faults = faults
+        self._make = make_engine
+        self._places: list[list[FakeEngine]] = [[] for _ in range(count)]  # all that ever were there
+        self._by_url: dict[str, FakeEngine] = {}
+        self.router = FakeRouter(world, self._by_url, faults)
+
+    @property
+    def engines(self) -> list[FakeEngine]:
+        return list(self._by_url.values())
+
+    async def start(self) -> list[EngineControl]:
+        """All engines and the router, for the first time."""
+        world, loop = self._world, asyncio.get_running_loop()
+        if world.chance.hits(self._faults.router_death, "router ends", world.life):
+            loop.call_later(world.chance.seconds(2, 40, "router's life", world.life), self.router.end)
+        return [self._started(index) for index in range(len(self._places))]
+
+    async def start_engine(self, index: int) -> EngineControl:
+        number = len(self._places[index])
+        identity = (index, number, self._world.life)
+        await asyncio.sleep(self._world.chance.seconds(2, 20, "start of an engine", *identity))
+        if number < 3 and self._world.chance.hits(self._faults.starts_fail, "start fails", *identity):
+            self._places[index].append(self._make(self._world, index, number, self._faults))
+            self._places[index][-1].end("it found no memory")
+            raise EngineError(f"engine {index} did not start")
+        return self._started(index)
+
+    def _started(self, index: int) -> EngineControl:
+        world, loop, number = self._world, asyncio.get_running_loop(), len(self._places[index])
+        engine = self._make(world, index, number, self._faults)
+        self._places[index].append(engine)
+        self._by_url[engine.url] = engine
+        world.tell("engine started", engine=str(engine))
+        identity = (index, number, world.life)
+        if number < 3 and world.chance.hits(self._faults.engine_deaths, "engine ends", *identity):
+            seconds = world.chance.seconds(1, 40, "engine's life", *identity)
+            if world.chance.hits(0.3, "hangs", *identity):
+                loop.call_later(seconds, engine.hang)
+            else:
+                loop.call_later(seconds, engine.end, f"{engine} ended with status -9")
+        return EngineControl(engine.url, f"engine {index}")
+
+    async def ended(self, index: int) -> str:
+        engine = self._places[index][-1]
+        await engine.ended.wait()
+        return str(engine.last_words)
+
+    async def failure(self, index: int) -> str | None:
+        return self._places[index][-1].last_words
+
+    async def kill(self, index: int) -> None:
+        await asyncio.sleep(LATENCY_S)
+        self._places[index][-1].end("killed")
+
+    async def call(
+        self, server: HttpServer, path: str, body: Any, *, timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> Any:
+        """What ``HttpServer.call`` does, in this cluster."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                if server.url == ROUTER:
+                    assert path == GENERATE and headers is not None
+                    return await self.router.call(body, headers["x-session-id"])
+                return await self._by_url[server.url].call(path, body)
+        except TimeoutError:
+            raise Late(f"{server} did not answer {path} within {timeout_s:g} s") from None
+
+    @contextlib.contextmanager
+    def network(self) -> Iterator[None]:
+        """All HTTP within goes to this cluster."""
+
+        async def call(server: HttpServer, method: str, path: str, body: Any = None, **options: Any) -> Any:
+            return await self.call(server, path, body, **options)
+
+        with mock.patch.object(HttpServer, "call", call):
+            yield
