@@ -107,6 +107,7 @@ class Run:
                 self.sampler.admission_changed()
         collecting.cancel()
         await asyncio.gather(collecting, return_exceptions=True)
+        await self.sampler.close()
 
     def go(self, rollouts: int) -> Run:
         loop = VirtualLoop(1, ends_after=1e5, most_steps=10**6)
@@ -143,6 +144,7 @@ def test_so_many_start_as_can_be_trained_in_time():
         assert len(run.drawn) == 12
         collecting.cancel()
         await asyncio.gather(collecting, return_exceptions=True)
+        await run.sampler.close()
 
     asyncio.run(start())
 
