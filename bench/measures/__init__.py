@@ -26,5 +26,7 @@ MEASURES = (
     Entry(name="grpo_step_vs_trl", target="<= 0.6", timeout_s=600),
     Entry(name="sync_s", target="<= 1", timeout_s=300),
     Entry(name="overhead_share", target="<= 0.03", timeout_s=400),
+    Entry(name="async_ratio", target="<= 0.6", timeout_s=400),
+    Entry(name="swap_wait_ratio", target="<= 0.5", timeout_s=400),
     Entry(name="convert_ratio", target="none", timeout_s=300),
 )

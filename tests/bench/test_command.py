@@ -8,7 +8,8 @@ import pytest
 from bench.__main__ import failed, parse, run_all
 from bench.measures import MEASURES, Entry
 
-KEYS = ["rollout_ratio", "train_ratio", "layout_ratio", "grpo_step_vs_trl", "sync_s", "overhead_share", "convert_ratio"]
+KEYS = ["rollout_ratio", "train_ratio", "layout_ratio", "grpo_step_vs_trl", "sync_s", "overhead_share"]
+KEYS += ["async_ratio", "swap_wait_ratio", "convert_ratio"]
 
 
 def test_everything_is_measured_unless_told_otherwise() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from vime.config import resolve
 
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = ROOT / "tests" / "models" / "public_configs"
 APART = "--asynchronous --no-colocate --rollout-num-gpus 1"
 
 
@@ -149,3 +154,16 @@ def test_the_path_of_the_fully_asynchronous_rollout_stands_for_its_flag(flags, s
     assert found.asynchrony.max_groups_ahead == 32, "(3 + 1) x 8"
     assert config(flags, f"{APART} --fully-async").asynchrony.fully_async is True
     assert config(flags, APART).asynchrony.fully_async is False
+
+
+@pytest.mark.parametrize(("name", "model"), [("cpu", "smollm2-135M"), ("gpu", "qwen3-4B")])
+def test_the_example_has_right_flags(tmp_path, name, model):
+    """Only files are missing here."""
+    (shape,) = [path for path in SHAPES.iterdir() if path.stem.lower() == model.lower()]
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(shape.read_text())["config"]))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    words = ["--asynchronous", "--config", str(ROOT / f"examples/fully_async/{name}.yaml")]
+    resolution = resolve([*words, "--hf-checkpoint", str(tmp_path), "--save", str(tmp_path / "save")])
+    assert [line for line in resolution.violations if ": no such" not in line] == []
+    assert resolution.warnings == ()
+    assert resolution.config.asynchrony.fully_async and resolution.config.off_policy.use_tis
