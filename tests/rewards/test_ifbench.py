@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,11 @@ def test_without_the_package_there_is_one_clear_line(monkeypatch):
 def test_flags_and_graders_agree_on_what_there_is():
     assert set(BUILT_IN) == {*registry.LOCAL, registry.REMOTE}
     assert {name for name in BUILT_IN if not registry.needs_label(name)} == set(WITHOUT_LABEL)
+
+
+def test_the_page_names_every_grader():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "en" / "advanced" / "rewards.md").read_text(encoding="utf-8")
+    assert all(f"\n| `{name}` |" in text for name in BUILT_IN)
 
 
 @installed

@@ -90,8 +90,8 @@ CUSTOM_RM = Contract(
     flag="--custom-rm-path",
     side="rollout",
     purpose="Grades an answer.",
-    when="Once a sample, as soon as it is generated; with --group-rm once a group, with the list of its samples. It "
-    "has --rm-timeout-s for each sample.",
+    when="Once a sample, as soon as it is generated; with --group-rm once a group, with the list of its samples, all "
+    "that a generate function made of one among them. It has --rm-timeout-s for each sample.",
     arguments=("args", "sample"),
     optional=("evaluation",),
     is_async=True,

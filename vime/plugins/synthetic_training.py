@@ -61,6 +61,7 @@ def rollout_data(*, last_stage: bool = True) -> dict[str, Any]:
         "response_lengths": list(LENGTHS),
         "sample_indices": list(range(count)),
         "group_indices": [0, 0, 1, 1],
+        "parent_indices": [None] * count,
         "raw_reward": [1.0, 0.0, 1.0, 1.0],
         "rewards": [0.7, -0.7, 0.0, 0.0],
         "graded": [True, True, True, True],

@@ -57,7 +57,8 @@ def rollout_data(
         ``tokens`` (int64 [L]), ``loss_masks`` (int64 [T]), perhaps ``rollout_log_probs``, ``values`` (a critic's) and
         what is ``known`` (float32 [T]), each a list of N tensors on the model's device; ``total_lengths``,
         ``response_lengths``, ``rewards``, ``raw_reward`` and ``graded`` (False: there is no reward, and both are 0),
-        ``truncated``, ``sample_indices``, ``group_indices`` and ``metadata``, each a list of N values.
+        ``truncated``, ``sample_indices``, ``group_indices``, ``parent_indices`` and ``metadata``, each a list of N
+        values.
     """
     rows, samples = Rows.of(batch), batch.samples
     device = packs[0].mask_t.device
@@ -67,6 +68,7 @@ def rollout_data(
         "response_lengths": [sample.response_length for sample in samples],
         "sample_indices": [sample.index for sample in samples],
         "group_indices": [sample.group_index for sample in samples],
+        "parent_indices": [sample.parent_index for sample in samples],
         "rewards": [sample.reward for sample in samples],
         "raw_reward": [sample.raw_reward for sample in samples],
         "graded": [sample.graded for sample in samples],
