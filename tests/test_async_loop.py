@@ -92,7 +92,7 @@ def bounded(generator: FakeGenerator, max_staleness: int, **options):  # type: i
     ahead = max_staleness > 0
     bound = StalenessBound(max_staleness=max_staleness, batch_size=3, runs_ahead=ahead)
     in_flight = InFlight.LEAVE if ahead else InFlight.RESTART
-    return make(generator, bound=bound, pace=bound, in_flight=in_flight, **options)[0]
+    return make(generator, bound=bound, in_flight=in_flight, **options)[0]
 
 
 class Slow(World):

@@ -37,7 +37,9 @@ def make(
     runner = Runner(generate, rewarder or FakeRewarder(), seed=42, concurrency=concurrency)
     params = SamplingParams(max_tokens=8)
     sampler = Sampler(
-        source or FakeSource(n=4), lambda group, k: runner.run(group, k, params), **{"batch_size": 3} | sampling
+        source or FakeSource(n=4),
+        lambda group, k: runner.run(group, k, params),
+        **{"batch_size": 3, "bound": bound} | sampling,
     )
     manager = RolloutManager(
         sampler=sampler,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.rollout.worlds import PROMPT, Driver, InFlight, World, on_virtual_clock, token_of
 from vime.errors import EngineError, UserError
 from vime.plugins.answers import Kept
-from vime.rollout.sampling import Unhurried
+from vime.rollout.staleness import StalenessBound
 from vime.types import Status
 
 TARGET = 3
@@ -265,23 +265,22 @@ def test_an_abort_does_not_wait_for_a_slow_grader(prompts):
 
 
 def test_admission_holds_groups_back_until_it_is_asked_again(prompts):
-    class Doled(Unhurried):
+    class Doled(StalenessBound):
         allowed = 0
 
         def may_start(self, rollout_id, claimed):
-            return self.allowed - claimed
+            return Doled.allowed - claimed
 
     async def live():
-        pace = Doled()
-        driver = Driver(World(filtered=False), prompts, batch_size=TARGET, pace=pace)
+        driver = Driver(World(filtered=False), prompts, batch_size=TARGET, bound=Doled())
         rollout = asyncio.ensure_future(driver.collect(0, TARGET))
         await asyncio.sleep(100)
         assert not rollout.done() and driver.sampler.ledger.drawn == 0
         for _ in range(TARGET):
-            pace.allowed += 1
+            Doled.allowed += 1
             driver.sampler.admission_changed()
             await asyncio.sleep(100)
-            assert driver.sampler.ledger.drawn == pace.allowed
+            assert driver.sampler.ledger.drawn == Doled.allowed
         return (await rollout).groups
 
     assert [group[0].group_index for group in on_virtual_clock(live)] == [0, 1, 2]

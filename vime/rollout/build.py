@@ -307,7 +307,7 @@ def _sampler(config: Config, source: DataSource, runner: Runner, judge: Judge, b
         halt=runner.halt,
         in_order=sampling.deterministic_rollout,
         max_refills=sampling.max_refill_rounds,
-        pace=bound,
+        bound=bound,
     )
 
 

@@ -35,7 +35,7 @@ def continuous_sampler(
         judge=judge,
         in_flight=InFlight.LEAVE,
         max_refills=max_refills,
-        pace=bound,
+        bound=bound,
         continuous=True,
     )
 

@@ -13,17 +13,17 @@ from __future__ import annotations
 import asyncio
 import enum
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from vime.data.codec import sample_from_json, sample_to_json
 from vime.errors import UserError
 from vime.plugins.answers import Kept
 from vime.ports import DataSource
+from vime.rollout.staleness import StalenessBound
 from vime.types import Group, Status
 
 RunGroup = Callable[[Group, int], Awaitable[Group]]
@@ -52,41 +52,6 @@ def not_failed(judge: Judge) -> Judge:
         return judge(group)
 
     return judged
-
-
-class Pace(Protocol):
-    """How far sampling may run ahead of training: every group is to be trained by its deadline."""
-
-    def may_start(self, rollout_id: int, claimed: int) -> int:
-        """How many more groups may start, where so many have a place in this rollout or in later ones."""
-
-    def deadline(self, group: Group) -> int:
-        """The last rollout that may use a group which starts now."""
-
-    def has_room(self, rollout_id: int, places: int, deadlines: Sequence[int]) -> bool:
-        """Whether groups of these deadlines will be in time where so many places of this rollout are left."""
-
-    def is_late(self, group: Group, rollout_id: int) -> bool:
-        """Whether a finished group must not be used any more, but be sampled anew."""
-
-
-class Unhurried:
-    """Implements ``Pace`` where sampling and training take turns."""
-
-    def may_start(self, rollout_id: int, claimed: int) -> int:
-        return sys.maxsize
-
-    def deadline(self, group: Group) -> int:
-        return sys.maxsize
-
-    def has_room(self, rollout_id: int, places: int, deadlines: Sequence[int]) -> bool:
-        return True
-
-    def is_late(self, group: Group, rollout_id: int) -> bool:
-        return False
-
-
-UNHURRIED = Unhurried()
 
 
 class InFlight(enum.Enum):
@@ -203,7 +168,7 @@ class Sampler:
         halt: how ``ABORT`` and ``RESTART`` end generation.
         in_order: groups are judged in the order in which they were drawn.
         max_refills: how many more batches a rollout may draw because of groups that do not count.
-        pace: how far sampling may run ahead of training; ``admission_changed`` asks again.
+        bound: how far sampling may run ahead of training; ``admission_changed`` asks again.
         continuous: ``batch_size`` groups are kept in flight, also where this rollout needs fewer.
     """
 
@@ -218,7 +183,7 @@ class Sampler:
         halt: Halt = lambda: nullcontext(),
         in_order: bool = False,
         max_refills: int = MAX_REFILLS,
-        pace: Pace = UNHURRIED,
+        bound: StalenessBound | None = None,
         continuous: bool = False,
     ) -> None:
         self._source = source
@@ -229,7 +194,7 @@ class Sampler:
         self._halt = halt
         self._in_order = in_order
         self._max_refills = max_refills
-        self._pace = pace
+        self._bound = bound or StalenessBound()
         self._continuous = continuous
         self._flights: list[_Flight] = []  # in the order in which they were drawn
         self._restored: list[Group] = []  # of a checkpoint: in flight, but not started yet
@@ -263,7 +228,7 @@ class Sampler:
         return self._collected(rollout)
 
     def admission_changed(self) -> None:
-        """The pace may have other answers now."""
+        """The bound may have other answers now."""
         self._changed.set()
 
     async def close(self) -> None:
@@ -297,9 +262,9 @@ class Sampler:
         return len(rollout.kept) == rollout.target or (rollout.short <= 0 and not self._flights and not self._restored)
 
     def _fill(self, rollout: _Rollout) -> None:
-        """Starts as many groups as the rollout needs and the pace allows."""
+        """Starts as many groups as the rollout needs and the bound allows."""
         wanted = len(self._restored) + self._wanted(rollout)
-        allowed = self._pace.may_start(rollout.number, len(rollout.kept) + len(self._flights))
+        allowed = self._bound.may_start(rollout.number, len(rollout.kept) + len(self._flights))
         for group in self._draw(max(min(wanted, allowed), 0), rollout):
             self._start(group, rollout.number)
 
@@ -330,7 +295,7 @@ class Sampler:
         now = list(group)
         task = asyncio.ensure_future(self._run(now, rollout_id))
         task.add_done_callback(lambda _: self._changed.set())
-        self._flights.append(_Flight(origin=group, group=now, task=task, deadline=self._pace.deadline(group)))
+        self._flights.append(_Flight(origin=group, group=now, task=task, deadline=self._bound.deadline(group)))
 
     def _landed(self) -> list[_Flight]:
         """The finished groups that may be judged, the most urgent first; raises what a group raised."""
@@ -347,11 +312,11 @@ class Sampler:
             return False
         others = [each.deadline for each in self._flights if each is not flight]
         is_oldest = flight.deadline <= min(others, default=flight.deadline)
-        return is_oldest or self._pace.has_room(rollout.number, rollout.target - len(rollout.kept) - 1, others)
+        return is_oldest or self._bound.has_room(rollout.number, rollout.target - len(rollout.kept) - 1, others)
 
     def _close(self, flight: _Flight, rollout: _Rollout) -> None:
         self._flights.remove(flight)
-        if self._pace.is_late(flight.group, rollout.number):
+        if self._bound.is_late(flight.group, rollout.number):
             self._send_back(flight, rollout)
             return
         verdict = self._judge(flight.group)

@@ -79,7 +79,7 @@ class WeightHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessBound:
-    """Implements ``sampling.Pace``: no training uses a token that is staler than allowed.
+    """How far sampling may run ahead of training: no training uses a token that is staler than allowed.
 
     A group starts only if it would be trained in time, were groups trained in the order in which they start. So many
     are under way at most, whatever the policy:
@@ -107,21 +107,25 @@ class StalenessBound:
         await self.history.until(lambda: rollout_id - self.history.trainings <= self.max_staleness)
 
     def may_start(self, rollout_id: int, claimed: int) -> int:
+        """How many more groups may start, where so many have a place in this rollout or in later ones."""
         if not self.runs_ahead:
             return sys.maxsize
         rollouts = self.history.trainings + self.max_staleness + 1 - rollout_id
         return rollouts * self.batch_size - claimed
 
     def deadline(self, group: Group) -> int:
+        """The last rollout that may use a group which starts now."""
         if not self.runs_ahead:
             return sys.maxsize
         versions = [version for sample in group for version in sample.trained_versions]
         return self.history.trainings_of(min(versions, default=self.history.version)) + self.max_staleness
 
     def has_room(self, rollout_id: int, places: int, deadlines: Sequence[int]) -> bool:
+        """Whether a group may be taken that leaves so many places of this rollout to groups of these deadlines."""
         return not self.runs_ahead or self.policy != "wait" or in_time(deadlines, rollout_id, places, self.batch_size)
 
     def is_late(self, group: Group, rollout_id: int) -> bool:
+        """Whether a finished group must be sampled anew."""
         return self.policy == "drop" and any(self._is_stale(sample, rollout_id) for sample in group)
 
     def mask(self, groups: Iterable[Group], rollout_id: int) -> dict[str, float]:

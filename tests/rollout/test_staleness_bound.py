@@ -64,7 +64,7 @@ class Run:
         self.source.get_samples = self._get_samples  # type: ignore[method-assign]
         self.duration, self.interval, self.train_s, self.batch_size = duration, interval, train_s, batch_size
         self.sampler = Sampler(
-            self.source, self._answer, batch_size=in_flight, in_flight=InFlight.LEAVE, pace=self.bound, continuous=True
+            self.source, self._answer, batch_size=in_flight, in_flight=InFlight.LEAVE, bound=self.bound, continuous=True
         )
         self.at_once = self.most_at_once = 0
         self.rollouts: list[Collected] = []
