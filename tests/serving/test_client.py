@@ -309,3 +309,19 @@ async def test_an_engine_that_dies_while_requests_are_aborted_keeps_nobody_waiti
     await client.abort()  # the server knows no /abort_requests: it answers with 404
     assert request.result().finish_reason == "abort"
     assert fleet.engines == [] and "/abort_requests" in str(engine.dead)
+
+
+async def test_a_reply_that_is_lost_holds_no_abort_up_for_long(
+    tolerant: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def handler(_request: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        return web.json_response(ANSWER)
+
+    monkeypatch.setattr(client_module, "ABORT_TIMEOUT_S", 0.3)
+    client, _, _ = await tolerant(handler)
+    request = asyncio.ensure_future(client.generate([1], PARAMS, session_id="a"))
+    await asyncio.sleep(0.05)
+    with pytest.raises(EngineError, match="1 requests did not end within"):
+        await client.abort()
+    request.cancel()

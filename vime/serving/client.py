@@ -117,13 +117,13 @@ class RouterClient:
         Requests may still be on their way to an engine, so the call is repeated until none is left.
 
         Raises:
-            EngineError: an engine fails, or some requests are left after a minute. In a fleet that tolerates the loss
+            EngineError: some requests are left after a minute, or an engine fails. In a fleet that tolerates the loss
                 of engines, those that fail are lost, and with them their requests.
         """
         self._aborts += 1
         self._fleet.wake()
         try:
-            async with asyncio.timeout(None if self._fleet.tolerant else ABORT_TIMEOUT_S):
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
                 while self._in_flight:
                     await self._fleet.each(lambda engine: engine.abort(sorted(self._in_flight)))
                     await asyncio.sleep(ABORT_PERIOD_S)
