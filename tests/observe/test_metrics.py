@@ -183,5 +183,13 @@ def test_children_of_one_sample_are_one_answer_in_pass_rates():
     }
 
 
+def test_children_of_one_sample_are_one_answer_in_the_mean_reward():
+    children = [sample(0, reward=reward) for reward in (1, 1, 1)]
+    for number, child in enumerate(children):
+        child.adopt(0, number)
+    metrics = rollout_metrics([[*children, sample(0, reward=0)]], 1.0, score=score)
+    assert metrics["rollout/raw_reward"] == 0.5
+
+
 def test_pass_rates_of_nothing():
     assert pass_rates([], score) == {}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vime.cli.main import main
 from vime.errors import UserError
 from vime.plugins.check import Verdict, check
+from vime.types import Sample
 
 CONVERT, DATA = "custom-convert-samples-to-train-data-path", "rollout-data-postprocess-path"
 
@@ -112,6 +115,19 @@ def verdict(flag: str, function: str, *more: str) -> Verdict:
 def test_what_is_wrong_is_said(flag: str, function: str, message: str) -> None:
     found = verdict(flag, function)
     assert any(message in problem for problem in found.problems), found.problems
+
+
+async def two_samples(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """A copy first, then the sample itself."""
+    for each in (children := [copy.deepcopy(sample), sample]):
+        each.tokens, each.response_length, each.response = [1, 2, 3], 2, "x"
+        each.status = Sample.Status.COMPLETED
+    return children
+
+
+def test_a_generate_function_may_return_several_samples_in_any_order() -> None:
+    (found,) = check(["--custom-generate-function-path", f"{__name__}:two_samples"])
+    assert not found.problems
 
 
 def test_a_problem_of_many_cases_is_said_once() -> None:

@@ -14,6 +14,7 @@ from tests.rollout.fakes import FakeRecorder, FakeRewarder, FakeSource
 from vime.data.codec import sample_from_json, sample_to_json
 from vime.errors import UserError
 from vime.plugins import Hook, HookError
+from vime.rollout.evaluation import EvalSet, eval_metrics
 from vime.rollout.hooks import (
     CustomSource,
     all_samples_process,
@@ -319,6 +320,29 @@ async def test_one_generate_call_may_make_several_samples_each_graded_by_itself(
     assert not rewarder.groups, "several samples make no group reward of a reward function"
     assert [sample_from_json(json.loads(json.dumps(sample_to_json(s)))) for s in group] == group
     assert group[2].name == "child 1 of sample 1 (group 0, rollout 5)"
+
+
+async def test_a_function_for_whole_groups_gets_all_children():
+    rewarder = FakeRewarder(lambda sample: float(sample.metadata["right"]), by_group=True)
+    runner = Runner(custom_generate(hook(fan_out), ARGS), rewarder, seed=1, concurrency=2)
+    await runner.run(FakeSource(n=3).get_samples(1)[0], 5, SamplingParams(max_tokens=2))
+    assert [[sample.origin for sample in group] for group in rewarder.groups] == [[0, 1, 1, 2, 2, 2]]
+
+
+async def test_a_drawn_sample_is_one_answer_in_evaluations_whatever_became_of_it():
+    runner = Runner(
+        custom_generate(hook(fan_out), ARGS),
+        FakeRewarder(lambda sample: float(sample.metadata["right"])),
+        seed=1,
+        concurrency=2,
+    )
+    groups = [await runner.run(group, 5, SamplingParams(max_tokens=2), "a") for group in FakeSource(n=3).get_samples(2)]
+    one = EvalSet(name="a", groups=list, sampling=SamplingParams(max_tokens=2), score=Sample.score)
+    found = one.result(groups)
+    assert found["by_prompt"] == [[1, 1 / 2, 1 / 3]] * 2 and len(found["samples"]) == 12
+    metrics = eval_metrics({"a": found})
+    assert metrics["eval/a"] == pytest.approx(11 / 18) and metrics["eval/a-pass@1"] == pytest.approx(1 / 3)
+    assert (metrics["eval/a-graded"], metrics["eval/a-errors"]) == (6, 0)
 
 
 async def test_children_stand_in_the_place_of_their_parent_in_a_batch():

@@ -45,7 +45,7 @@ _ROLLOUT = _family(
         ("truncated_ratio", "share", "Samples that ran into the length limit."),
         ("aborted", "samples", "Samples that were interrupted."),
         ("failed", "samples", "Samples that the engine or a hook failed on."),
-        ("raw_reward", "", "Mean reward before any normalisation, of the samples that have one."),
+        ("raw_reward", "", "Mean reward before any normalisation, of the answers that have one."),
         ("reward_errors", "samples", "Samples without a reward because the grader failed or ran out of time."),
         ("nonfinite_rewards", "samples", "Samples left out because their reward is not a finite number."),
         ("invalid_answers", "samples", "Graded samples whose response holds no answer to grade."),

@@ -80,9 +80,10 @@ def _rewards(groups: Sequence[Group], score: Score) -> dict[str, float]:
         return counts
     numbers, rewards = zip(*graded, strict=True)
     zero_std = zero_std_counts(rewards, numbers)
+    answers = [reward for group in groups for reward in answer_rewards(group, score)]
     return (
         counts
-        | {"rollout/raw_reward": mean(rewards)}
+        | {"rollout/raw_reward": mean(answers)}
         | {f"rollout/zero_std/count_{reward}": float(count) for reward, count in zero_std.items()}
         | {"rollout/zero_std/ratio": sum(zero_std.values()) / len(set(numbers))}
     )

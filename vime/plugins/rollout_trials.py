@@ -88,7 +88,7 @@ def try_generate(trial: Trial) -> None:
                 params = request_params(SamplingParams(max_tokens=max_tokens, seed=1))
                 with trial.case(f"at most {max_tokens} tokens", partial(_fields, sample, IDENTITY)):
                     answer = trial.call(args, sample, dict(params), evaluation=max_tokens == 2)
-                    answers.generated_samples(answer, number, number)
+                    answers.generated_samples(copy.deepcopy(answer), number, number)  # which names the children
 
 
 def try_rollout(trial: Trial) -> None:
