@@ -539,3 +539,11 @@ def test_a_run_without_save_keeps_nothing(flags):
     position = words.index("--save")
     del words[position : position + 2]
     assert resolve(words).warnings == ("without --save nothing of the trained model is kept",)
+
+
+def test_a_threshold_that_the_policy_of_the_router_does_not_read_is_told(flags):
+    words = ("--router-balance-abs-threshold", "0")
+    assert resolve(flags(*words)).warnings == (
+        "--router-balance-abs-threshold has no effect with --router-policy consistent_hash: only cache_aware reads it",
+    )
+    assert resolve(flags(*words, "--router-policy", "cache_aware")).warnings == ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,10 +21,11 @@ from vime.types import SamplingParams
 PARAMS = SamplingParams(max_tokens=1)
 
 
-async def start_engine(number: int) -> tuple[web.AppRunner, str]:
-    """Answers every request with its number as the token."""
+async def start_engine(number: int, seconds: float = 0.0) -> tuple[web.AppRunner, str]:
+    """Answers every request with its number as the token, after so many seconds."""
 
     async def generate(_request: web.Request) -> web.Response:
+        await asyncio.sleep(seconds)
         body = answers.encode([number], [-1.0], [{"version": "1", "start": 0, "end": 1}], "length")
         return web.Response(body=body, content_type=answers.MEDIA_TYPE)
 
@@ -47,6 +49,28 @@ async def engines() -> AsyncIterator[list[str]]:
     yield [url for _, url in started]
     for runner, _ in started:
         await runner.cleanup()
+
+
+@pytest.fixture
+async def slow_engines() -> AsyncIterator[list[str]]:
+    started = [await start_engine(number, 0.5) for number in range(3)]
+    yield [url for _, url in started]
+    for runner, _ in started:
+        await runner.cleanup()
+
+
+async def who_answers_at_once(url: str, count: int) -> list[int]:
+    """Equal prompts of one session, each sent a moment after the one before and long before that is answered."""
+    client = RouterClient(url, request_timeout_s=30)
+
+    async def ask(number: int) -> int:
+        await asyncio.sleep(0.01 * number)
+        return (await client.generate([1, 2, 3] * 20, PARAMS, session_id="one")).token_ids[0]
+
+    try:
+        return await asyncio.gather(*map(ask, range(count)))
+    finally:
+        await client.close()
 
 
 async def who_answers(url: str, sessions: list[str]) -> list[int]:
@@ -74,6 +98,39 @@ async def test_flags_of_the_user_win(engines: list[str], tmp_path: Path) -> None
     url = await router.start(engines)
     try:
         assert sorted(await who_answers(url, ["same"] * 6)) == [0, 0, 1, 1, 2, 2]
+    finally:
+        router.stop()
+
+
+@pytest.mark.parametrize(
+    ("flags", "engines_used"),
+    [
+        ({}, 1),  # consistent_hash
+        ({"balance_abs_threshold": 0}, 1),
+        ({"policy": "sticky_least_loaded", "balance_abs_threshold": 0}, 1),
+        ({"policy": "cache_aware"}, 1),
+        ({"policy": "cache_aware", "balance_abs_threshold": 0}, 3),
+    ],
+)
+async def test_the_threshold_of_balance_has_an_effect_with_cache_aware_alone(
+    slow_engines: list[str], tmp_path: Path, flags: dict[str, Any], engines_used: int
+) -> None:
+    """As the table of docs/en/advanced/engines.md has it."""
+    router = RouterServer(flags=flags, log_dir=tmp_path)
+    url = await router.start(slow_engines)
+    try:
+        assert len(set(await who_answers_at_once(url, 12))) == engines_used
+    finally:
+        router.stop()
+
+
+async def test_sticky_sessions_go_to_the_engine_with_the_fewest(engines: list[str], tmp_path: Path) -> None:
+    router = RouterServer(flags={"policy": "sticky_least_loaded"}, log_dir=tmp_path)
+    url = await router.start(engines)
+    try:
+        answers = await who_answers(url, [f"s{i % 6}" for i in range(18)])
+        assert answers[:6] == answers[6:12] == answers[12:]
+        assert {answers[:6].count(engine) for engine in range(3)} == {2}
     finally:
         router.stop()
 

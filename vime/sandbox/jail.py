@@ -199,7 +199,7 @@ class _Watcher:
         elif not self.was_root:
             processes += _threads_of(self.user)  # without a namespace the kernel counts all that the user has
         _limit(resource.RLIMIT_AS, limits["memory_bytes"])
-        _limit(resource.RLIMIT_CPU, cpu, cpu + 1)
+        _limit(resource.RLIMIT_CPU, cpu + 1, cpu + 2)  # the watcher, which counts all processes, is to be the first
         _limit(resource.RLIMIT_FSIZE, limits["disk_bytes"])
         _limit(resource.RLIMIT_NPROC, processes)
         _limit(resource.RLIMIT_NOFILE, 256)
@@ -245,7 +245,7 @@ class _Watcher:
     def _report_end(self, status: int, usage: resource.struct_rusage) -> None:
         code = os.waitstatus_to_exitcode(status)
         used_up = usage.ru_utime + usage.ru_stime >= self.limits["cpu_s"]
-        if used_up and code in (-signal.SIGXCPU, -signal.SIGKILL):
+        if code == -signal.SIGXCPU or (used_up and code == -signal.SIGKILL):
             _report(self.report_fd, killed="timeout")
         else:
             _report(self.report_fd, code=code)

@@ -101,6 +101,16 @@ def health_checks(config: Config) -> Iterator[Violation]:
         yield Violation(f"{option(given[0])} has no effect without --use-fault-tolerance")
 
 
+def router_balance(config: Config) -> Iterator[Violation]:
+    """Measured with vllm-router 0.1.17: docs/en/advanced/engines.md."""
+    policy = config.router.get("policy", "consistent_hash")
+    for name in ("balance_abs_threshold", "balance_rel_threshold", "cache_threshold"):
+        if name in config.router and policy != "cache_aware":
+            yield Violation(
+                f"{option(f'router_{name}')} has no effect with --router-policy {policy}: only cache_aware reads it"
+            )
+
+
 def balanced_packs(config: Config) -> Iterator[Violation]:
     coef = config.megatron.get("moe_aux_loss_coeff")
     if coef and config.batch.use_dynamic_batch_size:
@@ -132,6 +142,7 @@ WARNINGS = (
     without_effect,
     wandb_flags,
     health_checks,
+    router_balance,
     balanced_packs,
     never_saved,
     sequence_parallel_advised,

@@ -133,7 +133,7 @@ class Session:
 
     Attributes:
         interrupted: set once the engines were told to stop: what the agent still does is in vain.
-        failure: what the engines raised last.
+        failure: what the engines raised, until they answer again.
     """
 
     def __init__(self, speaker: Speaker, id: str, params: SamplingParams, session_id: str) -> None:  # noqa: A002
@@ -224,6 +224,7 @@ class Session:
         except Exception as error:  # whatever the engines' client raises
             self.failure = error
             raise Refused(f"the engines failed: {error}", status=502) from error
+        self.failure = None
         if generation.finish_reason == "abort":
             self.interrupted.set()
             raise Refused("generation was interrupted", status=503)
