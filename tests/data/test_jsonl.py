@@ -188,3 +188,13 @@ def test_a_file_that_is_not_there(tmp_path):
 def test_parquet_is_refused(write):
     with pytest.raises(UserError, match=r"not from \.parquet"):
         load(write("x", "data.parquet"), KEYS)
+
+
+def test_a_row_may_name_a_grader_that_does_without_a_label(write):
+    row = {"prompt": "p", "metadata": {"rm_type": "ifbench"}}
+    assert isinstance(read_one(write, row, needs_label=True), Row)
+    row["metadata"]["rm_type"] = "boxed_math"
+    assert read_one(write, row, needs_label=True).reason == "label: is missing, but the reward needs it"
+    row["metadata"]["rm_type"] = "boxed_mth"
+    assert read_one(write, row, needs_label=True).reason.startswith("metadata: rm_type: there is no grader 'boxed_mth'")
+    assert isinstance(read_one(write, row), Row), "a custom function may make of it what it likes"

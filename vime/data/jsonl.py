@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.errors import UserError
+from vime.rewards import registry
 from vime.types import Message
 
 MAX_LISTED = 100
@@ -83,7 +84,7 @@ def load(spec: str, keys: Keys, *, needs_label: bool = False) -> PromptFile:
 
     Args:
         spec: path, perhaps with a slice.
-        needs_label: whether a row without a label is bad.
+        needs_label: whether a row without a label is bad, unless it names a grader that does without.
 
     Raises:
         UserError: there is no such file.
@@ -212,7 +213,20 @@ def _metadata(record: dict[str, Any], keys: Keys) -> dict[str, Any]:
     return value
 
 
+def _needs_label(metadata: dict[str, Any]) -> bool:
+    """Whether the grader that the row names, or that of the run, compares with a label."""
+    rm_type = metadata.get("rm_type")
+    if rm_type is None:
+        return True
+    try:
+        registry.check(str(rm_type), "metadata: rm_type")
+    except UserError as error:
+        raise _Bad(str(error)) from None
+    return registry.needs_label(str(rm_type))
+
+
 def _label(record: dict[str, Any], keys: Keys, metadata: dict[str, Any], needs_label: bool) -> str | None:
+    needs_label = needs_label and _needs_label(metadata)
     if keys.label is None:
         if needs_label:
             raise _Bad("the reward needs a label; name its key by --label-key")
