@@ -48,7 +48,7 @@ class Pool:
 
     async def grade(self, rm_type, response, label, metadata):
         self.asked.append((rm_type, label, metadata))
-        return Grade(score=1.0)
+        return Grade(score=1.0, extra={"recall": 0.25} if rm_type == "f1" else {})
 
     async def close(self): ...
 
@@ -122,6 +122,8 @@ async def test_each_set_is_graded_as_it_says(config_of):
           datasets:
             - {{name: run, path: FILE}}
             - {{name: rule, path: FILE, rm_type: boxed_math}}
+            - {{name: overlap, path: FILE, rm_type: f1}}
+            - {{name: part, path: FILE, rm_type: f1, reward_key: recall}}
             - {{name: own, path: FILE, custom_rm_path: "{HERE}:seven", reward_key: half}}
             - {{name: group, path: FILE, custom_rm_path: "{HERE}:rank", group_rm: true, n_samples_per_eval_prompt: 3,
                 reward_key: null}}
@@ -131,7 +133,8 @@ async def test_each_set_is_graded_as_it_says(config_of):
     manager, _, _, pool = manager_of(config)
     metrics = await manager.evaluate(0)
     assert metrics["eval/run"] == 7.0
-    assert metrics["eval/rule"] == 1.0 and {asked[0] for asked in pool.asked} == {"boxed_math"}
+    assert metrics["eval/rule"] == 1.0 and {asked[0] for asked in pool.asked} == {"boxed_math", "f1"}
+    assert (metrics["eval/overlap"], metrics["eval/part"]) == (1.0, 0.25), "the run's key is that of its function"
     assert metrics["eval/own"] == 3.5
     assert metrics["eval/group"] == 1.0, "0, 1 and 2 of each group"
 

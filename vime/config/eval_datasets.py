@@ -65,6 +65,9 @@ class EvalDataset:
         return self.rm_type if self.custom_rm_path is None else None
 
 
+_WITHOUT_FUNCTION = {"custom_rm_path": None, "group_rm": False, "reward_key": None}
+
+
 def eval_datasets(config: Config) -> tuple[EvalDataset, ...]:
     """All sets of a run, in the order given.
 
@@ -139,9 +142,9 @@ def _from_file(path: str, flags: Mapping[str, Any]) -> list[EvalDataset]:
 
 
 def _over(values: Mapping[str, Any], special: Mapping[str, Any]) -> dict[str, Any]:
-    """``special`` over ``values``. Who names a grader wants it, whatever graded before."""
-    graded = {"custom_rm_path": None, "group_rm": False} if special.get("rm_type") is not None else {}
-    return {**values, **graded, **special}
+    """``special`` over ``values``. Who names a grader wants it in place of a function, with what belongs to that."""
+    replaces = special.get("rm_type") is not None and values["custom_rm_path"] is not None
+    return {**values, **(_WITHOUT_FUNCTION if replaces else {}), **special}
 
 
 def _checked(where: str, entry: Any) -> dict[str, Any]:

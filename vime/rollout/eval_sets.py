@@ -99,7 +99,11 @@ def make_eval_set(
     """
     dataset = item.dataset
     settings = dataclasses.replace(
-        config.reward, rm_type=dataset.rm_type, group_rm=dataset.group_rm, eval_reward_key=dataset.reward_key
+        config.reward,
+        rm_type=dataset.rm_type,
+        group_rm=dataset.group_rm,
+        reward_key=dataset.reward_key,
+        eval_reward_key=dataset.reward_key,
     )
     return EvalSet(
         name=dataset.name,
