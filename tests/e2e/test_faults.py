@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,32 @@ def test_a_restarted_engine_joins_the_group_over_which_weights_are_broadcast(fla
         assert run.wait() == 130
         run.assert_nothing_is_left()
     assert_accounted(run, staleness=1)
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_in_a_sync_is_left_behind_and_the_other_gets_the_new_version(
+    flags: list[str], save: Path
+) -> None:
+    """It is stopped while the trainer trains, so that the sync waits for it, and then killed."""
+    words = without(flags, "--colocate")
+    more = ["--rollout-num-gpus", "2", "--use-fault-tolerance", "--num-rollout", "100000"]
+    with Run(save, *words, *SIZES, *more, "--rollout-sample-hook", "tests.e2e.hooks:rest") as run:
+        run.wait_for(lambda: len(run.rows()) >= 1, "a rollout")
+        server = server_of(run, "engine_1.log")
+        run.wait_for((save / "samples" / "rollout_0000001.jsonl").exists, "the samples of the second rollout")
+        server.send_signal(signal.SIGSTOP)
+        time.sleep(4)
+        assert len(run.rows()) == 1, "the sync waits"
+        server.kill()
+        run.wait_for(lambda: "engine 1 is lost, and will be restarted" in run.output(), "the loss of the engine")
+        run.wait_for(lambda: len(run.rows()) >= 3, "rollouts with the other engine")
+        run.wait_for(lambda: "engine 1 was restarted" in run.output(), "another engine")
+        rows = len(run.rows())
+        run.wait_for(lambda: len(run.rows()) >= rows + 3, "rollouts with both engines")
+        run.signal(signal.SIGINT)
+        assert run.wait() == 130
+        run.assert_nothing_is_left()
+    assert_accounted(run)
 
 
 def assert_accounted(run: Run, staleness: int = 0) -> None:
