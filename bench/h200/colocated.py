@@ -26,12 +26,7 @@ from bench.h200.sync import TINY
 from vime.types import Sample
 
 PROMPTS, ANSWERS, PROMPT, RESPONSE = 32, 8, 256, 1024
-WORK = (
-    "perf/phase_time/generate",
-    "perf/actor_train_time",
-    "perf/actor_log_probs_time",
-    "perf/actor_ref_log_probs_time",
-)
+WORK = ("phase_time/generate", "actor_train_time", "actor_log_probs_time", "actor_ref_log_probs_time")
 
 
 async def parity(args: Any, sample: Sample) -> float:

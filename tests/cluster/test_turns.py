@@ -10,9 +10,19 @@ from vime.cluster.turns import Turns
 from vime.serving.fleet import Fleet
 from vime.serving.http import EngineError
 
+GIB = 1 << 30
+
 
 class Calls(list[str]):
-    """A trainer and an engine in one."""
+    """A trainer and an engine in one. ``free`` GiB are nobody's; waking takes 8 GiB for weights and 60 for the rest."""
+
+    free = 0
+
+    async def free_bytes(self) -> list[int]:
+        return [self.free * GIB]
+
+    async def begin_offload(self, part: str) -> None:
+        self.append(f"begin {part}")
 
     __hash__ = object.__hash__  # type: ignore[assignment]
     dead = None
@@ -38,12 +48,23 @@ class Calls(list[str]):
 
     async def wake_up(self, *tags: str, timeout_s: float) -> None:
         self.append(" ".join(("wake", *tags)))
+        self.free -= sum({"weights": 8, "kv_cache": 60}[tag] for tag in tags)
 
 
 async def a_rollout(turns: Turns) -> None:
     await turns.train(None)  # type: ignore[arg-type]
+    await sync(turns)
+
+
+async def sync(turns: Turns) -> None:
     await turns.to_weights()
     await turns.to_generation()
+    await asyncio.sleep(0)  # who is on the way out begins to leave
+
+
+BEGIN = ("begin rest", "begin parameters")
+LEAVE = ("offload rest", "offload parameters")
+COME = ("sleep 2", "onload parameters", "onload rest")
 
 
 async def taking_turns(**options: bool) -> tuple[Calls, Turns]:
@@ -56,20 +77,49 @@ async def taking_turns(**options: bool) -> tuple[Calls, Turns]:
 async def test_each_has_the_devices_for_itself() -> None:
     calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
     assert calls == ["sleep 2"]
+    await sync(turns)
+    for _ in range(2):
+        calls.clear()
+        await a_rollout(turns)
+        assert calls == [*COME, "train", *BEGIN, *LEAVE, "wake weights", "wake kv_cache"]
+
+
+async def test_the_trainer_leaves_while_engines_come_where_there_is_room_for_both() -> None:
+    calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
+    await sync(turns)
+    assert calls == ["sleep 2", *BEGIN, *LEAVE, "wake weights", "wake kv_cache"], "nobody knows yet what they take"
+    calls.clear()
+    calls.free = 100
+    await a_rollout(turns)
+    assert calls == [*COME, "train", *BEGIN, "wake weights", "wake kv_cache", *LEAVE]
+
+
+async def test_the_trainer_leaves_before_keys_and_values_where_there_is_room_for_weights_only() -> None:
+    calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
+    await sync(turns)
+    calls.clear()
+    calls.free = 71  # 63 after the weights
+    await a_rollout(turns)
+    assert calls == [*COME, "train", *BEGIN, "wake weights", *LEAVE, "wake kv_cache"]
+
+
+async def test_nobody_comes_before_the_last_has_left() -> None:
+    calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
+    await sync(turns)
+    calls.free = 100
+    await turns.train(None)  # type: ignore[arg-type]
     await turns.to_weights()
     await turns.to_generation()
     calls.clear()
-    await a_rollout(turns)
-    assert calls == [
-        *("sleep 2", "onload parameters", "onload rest", "train"),
-        *("offload rest", "offload parameters", "wake weights", "wake kv_cache"),
-    ]
+    async with turns.comparing():
+        calls.append("compare")
+    await turns.train(None)  # type: ignore[arg-type]
+    assert calls == [*LEAVE, "onload parameters", "compare", "offload parameters", *COME, "train"]
 
 
 async def test_a_checkpoint_between_rollouts_leaves_the_engines_their_weights() -> None:
     calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
-    await turns.to_weights()
-    await turns.to_generation()
+    await sync(turns)
     calls.clear()
     await turns.save(Path("folder"))
     assert calls == [
@@ -107,8 +157,7 @@ async def test_a_critic_on_the_same_devices_comes_and_leaves_too() -> None:
     calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
     critic = turns.guest(Critic(calls))  # type: ignore[arg-type]
     await critic.started()
-    await turns.to_weights()
-    await turns.to_generation()
+    await sync(turns)
     calls.clear()
     await critic.score(None)  # type: ignore[arg-type]
     await critic.train(None)  # type: ignore[arg-type]
@@ -116,7 +165,7 @@ async def test_a_critic_on_the_same_devices_comes_and_leaves_too() -> None:
     assert calls == [
         *("sleep 2", "critic: onload parameters", "critic: onload rest", "critic: score", "critic: train"),
         *("critic: offload rest", "critic: offload parameters", "onload parameters", "onload rest", "train"),
-        *("offload rest", "offload parameters", "wake weights", "wake kv_cache"),
+        *(*BEGIN, *LEAVE, "wake weights", "wake kv_cache"),
     ]
 
 
@@ -137,8 +186,7 @@ async def test_weights_can_be_exported_after_a_rollout_of_the_critic_alone() -> 
 async def test_a_checkpoint_of_the_critic_leaves_the_engines_their_weights() -> None:
     calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
     critic = turns.guest(Critic(calls))  # type: ignore[arg-type]
-    await turns.to_weights()
-    await turns.to_generation()
+    await sync(turns)
     calls.clear()
     await critic.save(Path("folder"))
     assert calls == [
@@ -153,7 +201,7 @@ async def test_a_trainer_that_broadcasts_its_weights_leaves_after_them() -> None
     await turns.to_weights(trainer_stays=True)
     assert calls == ["wake weights"]
     await turns.to_generation()
-    assert calls == ["wake weights", "offload rest", "offload parameters", "wake kv_cache"]
+    assert calls == ["wake weights", *LEAVE, "wake kv_cache"]
     calls.clear()
     await turns.to_weights()
     assert calls == [], "it has left already"
@@ -182,7 +230,7 @@ async def test_an_engine_starts_while_the_devices_are_the_engines_and_no_model_c
     started.set()
     await asyncio.gather(starting, training)
     assert calls == [
-        *("offload rest", "offload parameters", "wake weights", "wake kv_cache"),
+        *(*BEGIN, *LEAVE, "wake weights", "wake kv_cache"),
         *("begins to start", "has started", "sleep 2", "onload parameters", "onload rest", "train"),
     ]
 

@@ -59,11 +59,17 @@ class ModelActor(ABC):
     def train(self, batch: TrainBatch) -> TrainResult:
         return self._worker.train(batch)
 
+    def begin_offload(self, part: Part) -> None:
+        self._worker.begin_offload(part)
+
     def offload(self, part: Part) -> None:
         self._worker.offload(part)
 
     def onload(self, part: Part) -> None:
         self._worker.onload(part)
+
+    def free_bytes(self) -> int:
+        return self._worker.free_bytes()
 
     def save(self, directory: Path) -> None:
         self._worker.save(directory)

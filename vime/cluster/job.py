@@ -58,6 +58,7 @@ class Job(TrainingJob):
             trainer,
             trainer_leaves=on_gpus and config.cluster.offload_train,
             engines_sleep=on_gpus and config.cluster.offload_rollout,
+            note=record.report.note,
         )
         super().__init__(config, prompts.source, prompts.num_rollout(config), record, trainer, turns)
         self._prompts = prompts
@@ -98,6 +99,7 @@ class Job(TrainingJob):
             probe_prompt=self._prompts.probe_prompt(),
             broadcasts=self._broadcasts,
             ledger=self._ledger,
+            note=self._record.report.note,
             version=self._saved_version() - 1,
             unscheduled=self._history.advanced,
         )

@@ -130,6 +130,15 @@ class TrainGroup:
         )
         return next((answer for answer in answers if answer), [])
 
+    async def free_bytes(self) -> list[int]:
+        """What nobody holds of each rank's device."""
+        free: list[int] = await self._call(self._ranks, "free_bytes", what=f"asking the {self._name} for free memory")
+        return free
+
+    async def begin_offload(self, part: Part) -> None:
+        """Every rank starts to copy that part of its state to the host."""
+        await self._call(self._ranks, "begin_offload", part, what=f"starting to move the {self._name}'s {part}")
+
     async def offload(self, part: Part) -> None:
         """Every rank frees the device memory of that part of its state; see ``training.offload``."""
         await self._call(self._ranks, "offload", part, what=f"moving the {self._name}'s {part} to the host")

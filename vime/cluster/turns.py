@@ -4,15 +4,18 @@ The order of a rollout: the engines generate; they sleep, and the trainer comes 
 shared host memory, and it leaves; the engines take memory for weights and load them, then memory for keys and values.
 Under --colocate-critic the critic is one more that comes and leaves. An engine that is started in the place of one that
 was lost takes memory while no model is on the devices, and no model comes until it has started.
+
+Where a device has room for both, the trainer leaves while engines load weights and begin to generate: how much they
+take is measured in the turns before.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from vime.serving.control import EngineControl
 from vime.serving.fleet import Fleet
@@ -22,6 +25,11 @@ if TYPE_CHECKING:
     from vime.cluster.train_group import TrainGroup
 
 TIMEOUT_S = 300.0
+MARGIN_BYTES = 4 << 30
+"""What must be left on a device where trainer and engines meet, for what both need while they compute."""
+
+Tag = Literal["weights", "kv_cache"]
+"""What engines take memory for, one after the other."""
 
 
 class Turns:
@@ -31,9 +39,17 @@ class Turns:
         trainer_leaves: the trainer goes to host memory while engines generate, or while a critic computes on its
             devices.
         engines_sleep: the engines give their device memory up while the trainer computes.
+        note: takes metrics of the rollout that is being made: the seconds of each turn.
     """
 
-    def __init__(self, trainer: TrainGroup, *, trainer_leaves: bool, engines_sleep: bool) -> None:
+    def __init__(
+        self,
+        trainer: TrainGroup,
+        *,
+        trainer_leaves: bool,
+        engines_sleep: bool,
+        note: Callable[[Mapping[str, float]], None] = lambda metrics: None,
+    ) -> None:
         self._trainer = trainer
         self.trainer_leaves, self.engines_sleep = trainer_leaves, engines_sleep
         self.trained = 0  # how often, since this was last set to 0
@@ -42,6 +58,9 @@ class Turns:
         self._asleep = False  # the devices are not the engines'
         self._here: TrainGroup | None = trainer
         self._trainer_stays = False
+        self._note = note
+        self._taken: dict[Tag, list[int]] = {}  # bytes of each rank's device that engines took, at most
+        self._leaving: asyncio.Task[None] | None = None  # of the trainer, beside engines that generate
         self._turn = asyncio.Lock()  # of whoever uses the models or moves them
         self._lent = False  # to engines that start, though no model has given up its turn
         self._starting = 0  # engines
@@ -98,6 +117,7 @@ class Turns:
 
     async def to_starts(self) -> None:
         """The devices are free for engines that start, until the next step."""
+        await self._left()
         await self._leave()
         async with self._moved:
             self._lent = True
@@ -110,28 +130,57 @@ class Turns:
             trainer_stays: its weights go straight from its devices to the engines', so it leaves afterwards.
         """
         self._trainer_stays = trainer_stays
-        if not trainer_stays:
-            await self._leave()
-        await self._all(lambda engine: engine.wake_up("weights", timeout_s=TIMEOUT_S))
+        if not trainer_stays and self._here is not None and self.trainer_leaves:
+            await self._here.begin_offload("rest")
+            await self._here.begin_offload("parameters")
+        await self._wake("weights", leave_first=not trainer_stays)
 
     async def to_generation(self) -> None:
         """The engines have their weights, and take memory for keys and values."""
-        if self._trainer_stays:
-            await self._leave()
-            self._trainer_stays = False
-        await self._all(lambda engine: engine.wake_up("kv_cache", timeout_s=TIMEOUT_S))
+        await self._wake("kv_cache", leave_first=True)
+        self._trainer_stays = False
+        if self._here is not None and self.trainer_leaves:
+            self._leaving = asyncio.ensure_future(self._leave())
         await self._awake()
+
+    async def _wake(self, tag: Tag, *, leave_first: bool) -> None:
+        """Engines that sleep take memory; the trainer leaves before, unless they have room beside it."""
+        leaves = leave_first and self.trainer_leaves and self._here is not None
+        if leaves and not await self._has_room(tag):
+            await self._leave()
+        if not self._sleeping:
+            return
+        before = await self._trainer.free_bytes()
+        with self._timed(f"wake_{tag}"):
+            await self._all(lambda engine: engine.wake_up(tag, timeout_s=TIMEOUT_S))
+        after, known = await self._trainer.free_bytes(), self._taken.get(tag, [0] * len(before))
+        self._taken[tag] = [max(least, b - a) for least, b, a in zip(known, before, after, strict=True)]
+
+    async def _has_room(self, tag: Tag) -> bool:
+        if tag not in self._taken:
+            return False
+        free = await self._trainer.free_bytes()
+        return all(have >= need + MARGIN_BYTES for have, need in zip(free, self._taken[tag], strict=True))
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        clock = asyncio.get_running_loop().time
+        begin = clock()
+        yield
+        self._note({f"perf/turn_time/{what}": clock() - begin})
 
     @asynccontextmanager
     async def comparing(self) -> AsyncIterator[None]:
         """The trainer has its parameters on the devices beside the engines, for a short pass."""
-        if self.trainer_leaves:
-            await self._trainer.onload("parameters")
+        if not self.trainer_leaves:
+            yield
+            return
+        await self._left()
+        await self._trainer.onload("parameters")
         try:
             yield
         finally:
-            if self.trainer_leaves:
-                await self._trainer.offload("parameters")
+            await self._trainer.offload("parameters")
 
     @asynccontextmanager
     async def visit(self, model: TrainGroup) -> AsyncIterator[None]:
@@ -151,6 +200,7 @@ class Turns:
             await self._moved.wait_for(lambda: self._lent or not self._asleep)
             self._starting += 1
         try:
+            await self._left()
             yield
         finally:
             async with self._moved:
@@ -172,7 +222,8 @@ class Turns:
             self._lent = False
             await self._moved.wait_for(lambda: self._starting == 0)
         awake = [engine for engine in self._fleet if engine not in self._sleeping]
-        await self._fleet.each(lambda engine: engine.sleep(2 if level == 2 else 1, timeout_s=TIMEOUT_S), awake)
+        with self._timed("sleep"):
+            await self._fleet.each(lambda engine: engine.sleep(2 if level == 2 else 1, timeout_s=TIMEOUT_S), awake)
         self._sleeping.update(awake)
 
     async def _awake(self) -> None:
@@ -184,11 +235,18 @@ class Turns:
             self._moved.notify_all()
 
     async def _enter(self, model: TrainGroup) -> None:
+        await self._left()
         if self.trainer_leaves and self._here is not model:
             await self._leave()
-            await model.onload("parameters")
-            await model.onload("rest")
+            with self._timed("come"):
+                await model.onload("parameters")
+                await model.onload("rest")
             self._here = model
+
+    async def _left(self) -> None:
+        """The trainer is not on its way out any more."""
+        if self._leaving is not None:
+            await asyncio.shield(self._leaving)
 
     async def _leave(self) -> None:
         if self._here is not None:
@@ -197,8 +255,9 @@ class Turns:
     async def dismiss(self, model: TrainGroup) -> None:
         """The model leaves the devices, if models do that."""
         if self.trainer_leaves:
-            await model.offload("rest")
-            await model.offload("parameters")
+            with self._timed("leave"):
+                await model.offload("rest")
+                await model.offload("parameters")
             self._here = None if self._here is model else self._here
 
     async def _all(self, call: Callable[[EngineControl], Coroutine[Any, Any, None]]) -> None:

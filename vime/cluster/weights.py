@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vime.cluster.turns import Turns
@@ -31,6 +31,7 @@ class GroupWeightSync:
         turns: who has the devices.
         probe_prompt: token ids of a plain question, for the proof that the weights arrived.
         ledger: notes who holds how much memory in which phase.
+        note: takes metrics of the rollout that is being made: the seconds of each step.
         broadcasts: whether the weights go over a process group instead of through shared memory.
         version: the version before the first sync of this process. A resumed run passes the saved one minus 1: its
             first sync brings the very weights that had the saved version.
@@ -49,6 +50,7 @@ class GroupWeightSync:
         broadcasts: bool,
         ledger: MemoryLedger,
         version: WeightVersion,
+        note: Callable[[Mapping[str, float]], None] = lambda metrics: None,
         unscheduled: Callable[[WeightVersion, int], None] = lambda version, trainings: None,
     ) -> None:
         self._trainer = trainer
@@ -58,6 +60,7 @@ class GroupWeightSync:
         self.version = version
         self._unscheduled = unscheduled
         self._ledger = ledger
+        self._note = note
         self._syncs = 0
         self._asked = 0  # syncs that wait or run
         self._one_at_a_time = asyncio.Lock()
@@ -149,7 +152,10 @@ class GroupWeightSync:
             await self._turns.to_weights(trainer_stays=True)
             return self._broadcast
         self._exported = None
+        clock = asyncio.get_running_loop().time
+        begin = clock()
         export = await self._trainer.export_weights(version)
+        self._note({"perf/sync_time/export": clock() - begin})
         self._exported = SharedMemory(export, bucket_bytes=self._bucket_bytes)
         await self._turns.to_weights()
         return self._exported
@@ -158,7 +164,7 @@ class GroupWeightSync:
         """The engines that have the version in the end; those that failed are lost."""
         while engines := self._fleet.engines:
             try:
-                await sync_engines(transfer, engines, version, timeout_s=self._timeout_s)
+                report = await sync_engines(transfer, engines, version, timeout_s=self._timeout_s)
             except SyncError as error:
                 if self._syncs == 0 or not self._fleet.tolerant:
                     raise
@@ -168,6 +174,7 @@ class GroupWeightSync:
                 if not error.untouched:
                     return [engine for engine in engines if engine.url not in error.failures]
             else:
+                self._note({f"perf/sync_time/{step}": seconds for step, seconds in report.steps_s.items()})
                 return engines
         return []
 

@@ -123,6 +123,11 @@ class TrainHooks:
             about = f"{prefix}log_probs, {_rank()}"
             self._before_log_probs.call(self.args, list(chunks), prefix, about=about, read=read_nothing)
 
+    @property
+    def see_optimizer(self) -> bool:
+        """Whether a function of the user's gets the optimizer before each step."""
+        return self._before_step is not None
+
     def before_step(self, rollout_id: int, step: int, chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
         """An optimizer step follows."""
         if self._before_step is not None:

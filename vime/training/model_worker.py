@@ -109,6 +109,7 @@ class ModelWorker(ABC, Generic[G]):
             objective=self._objective(),
             prefix=self.metrics_prefix,
             prepared=self._prepared,
+            updating=self._offloader.arrive,
         )
         return self._start_info(resume)
 
@@ -144,6 +145,10 @@ class ModelWorker(ABC, Generic[G]):
         """What this process holds now: of its device, or on a CPU of the machine's memory. Not collective."""
         return current().memory_gib()["allocated"]
 
+    def free_bytes(self) -> int:
+        """What nobody holds of this rank's device. Not collective."""
+        return current().free_bytes()
+
     def _reviewed(
         self, batch: TrainBatch, packs: Sequence[MicroBatch], given: Sequence[G]
     ) -> tuple[Sequence[MicroBatch], Sequence[G], Sequence[TrainStep]]:
@@ -153,8 +158,14 @@ class ModelWorker(ABC, Generic[G]):
     def _step(
         self, rollout_id: int, number: int, work: Sequence[tuple[MicroBatch, G]], step: TrainStep
     ) -> dict[str, float]:
+        if self._hooks.see_optimizer:
+            self._offloader.arrive()
         self._hooks.before_step(rollout_id, number, self.chunks, self.optimizer, self.scheduler)
         return self._learner.step(work, step, name=f"step {number} of rollout {rollout_id}")
+
+    def begin_offload(self, part: Part) -> None:
+        """Starts to copy that part of the state to the host; nothing is trained before ``onload``."""
+        self._offloader.begin_offload(part)
 
     def offload(self, part: Part) -> None:
         """Frees the device memory of that part of the state until ``onload``."""
@@ -165,6 +176,7 @@ class ModelWorker(ABC, Generic[G]):
 
     def save(self, directory: Path | str) -> None:
         """Writes Megatron's part of a checkpoint into a folder that ``CheckpointStore.begin`` made."""
+        self._offloader.arrive()
         optimizer = None if self.config.checkpoint.no_save_optim else self.optimizer
         save_megatron(directory, self.chunks, optimizer, self.scheduler, ckpt_format=self.config.checkpoint.ckpt_format)
 

@@ -1,13 +1,14 @@
 """Moves a model's memory between the device and pinned host memory, so that trainer and engine can share a GPU.
 
 Tensors stay where they are in Python: only the storage behind them is emptied and filled again, so views into buffers,
-optimizer states and parameters all remain valid.
+optimizer states and parameters all remain valid. Copies run beside whatever else the device does: what a model needs in
+its optimizer step alone arrives during the passes before, and leaves while engines load weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,34 +31,56 @@ class Offloader:
     def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:
         self._chunks, self._optimizer = chunks, optimizer
         self._host: dict[int, Tensor] = {}  # pinned copies, by the identity of the storage
-        self._away: dict[Part, list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
+        self._leaving: dict[Part, list[_Moved]] = {}  # copied, or being so, and still on the device
+        self._away: dict[Part, list[_Moved]] = {}
+        self._stream: Any = None if current().name == "cpu" else torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def begin_offload(self, part: Part) -> None:
+        """Starts to copy that part, which must not change any more, and drops gradients. Idempotent."""
+        if self._stream is None or part in self._leaving or part in self._away:
+            return
+        self.arrive()
+        kept, dropped = self._storages(part)
+        moved = [_Moved(storage, storage.nbytes(), self._host_memory(storage)) for storage in kept]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for each in moved:
+                assert each.host is not None
+                each.host.copy_(_bytes_of(each.storage), non_blocking=True)
+        self._leaving[part] = [*moved, *(_Moved(storage, storage.nbytes(), None) for storage in dropped)]
+        _empty(dropped)
 
     def offload(self, part: Part) -> None:
-        """Frees the device memory of that part; gradients are dropped, all else is copied. Idempotent."""
-        if current().name == "cpu" or part in self._away:
-            return
-        kept, dropped = self._storages(part)
-        moved: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
-        for storage in kept:
-            host = self._host_memory(storage)
-            host.copy_(_bytes_of(storage), non_blocking=True)
-            moved.append((storage, storage.nbytes(), host))
-        moved += [(storage, storage.nbytes(), None) for storage in dropped]
-        current().synchronize()
-        for storage, _, _ in moved:
-            storage.resize_(0)
-        current().release_cached_memory()
-        self._away[part] = moved
+        """Frees the device memory of that part, once its copy is complete. Idempotent."""
+        self.begin_offload(part)
+        if part in self._leaving:
+            current().synchronize()
+            self._away[part] = self._leaving.pop(part)
+            _empty(each.storage for each in self._away[part])
 
     def onload(self, part: Part) -> None:
-        """Brings that part back, with gradients of zero. Idempotent."""
-        for storage, size, host in self._away.pop(part, []):
-            storage.resize_(size)
-            if host is None:
-                _bytes_of(storage).zero_()
-            else:
-                _bytes_of(storage).copy_(host, non_blocking=True)
-        current().synchronize()
+        """Brings that part back, with gradients of zero. Parameters are there afterwards; before anything else touches
+        the rest, it must ``arrive``. Idempotent."""
+        moved = [*self._leaving.pop(part, []), *self._away.pop(part, [])]
+        gone = [each for each in moved if each.storage.nbytes() != each.size]
+        if self._stream is None or not gone:
+            return
+        for each in gone:
+            each.storage.resize_(each.size)
+            if each.host is None:
+                _bytes_of(each.storage).zero_()
+        self._stream.wait_stream(torch.cuda.current_stream())  # who had the memory before may still work with it
+        with torch.cuda.stream(self._stream):
+            for each in gone:
+                if each.host is not None:
+                    _bytes_of(each.storage).copy_(each.host, non_blocking=True)
+        if part == "parameters":
+            self.arrive()
+
+    def arrive(self) -> None:
+        """What is computed from here on waits for copies that are under way."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def _storages(self, part: Part) -> tuple[list[torch.UntypedStorage], list[torch.UntypedStorage]]:
         """What has to be kept, and what may be dropped."""
@@ -74,6 +97,19 @@ class Offloader:
         if host is None or len(host) != storage.nbytes():
             host = self._host[storage._cdata] = current().pinned(storage.nbytes())
         return host
+
+
+class _Moved(NamedTuple):
+    storage: torch.UntypedStorage
+    size: int  # bytes
+    host: Tensor | None  # None: dropped, it comes back as zeros
+
+
+def _empty(storages: Iterable[torch.UntypedStorage]) -> None:
+    """Gives their memory back to everybody."""
+    for storage in storages:
+        storage.resize_(0)
+    current().release_cached_memory()
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:

@@ -62,6 +62,7 @@ class Learner(Generic[G]):
     objective: Objective[G]
     prefix: str = "train/"  # of the names of its metrics
     prepared: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, passes have what they need; collective
+    updating: Callable[[], None] = lambda: None  # called before main weights and moments are touched
 
     def step(self, work: Sequence[tuple[MicroBatch, G]], step: TrainStep, *, name: str = "a step") -> dict[str, float]:
         """One update from this rank's micro-batches; every rank returns the metrics of the whole step.
@@ -77,6 +78,7 @@ class Learner(Generic[G]):
         metrics = total(parts)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         loss = metrics[f"{self.prefix}loss"]
+        self.updating()
         # where a clip decides, a loss that is not finite can have a gradient that is
         updated, norms = apply_gradients(self.optimizer) if math.isfinite(loss) else (False, {"grad_norm": math.nan})
         if updated:
