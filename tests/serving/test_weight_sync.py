@@ -134,7 +134,7 @@ async def test_an_unreadable_buffer_is_an_error_that_leaves_the_old_weights(tied
     class Gone(Sender):
         path = "/proc/1/fd/99999"
 
-    with pytest.raises(SyncError, match=r"step 'load model.* to .*No such file"):
+    with pytest.raises(SyncError, match=r"step 'load'.*No such file"):
         await Gone(tied_engine.weights, tied.control).send(tied_engine.weights)
     assert tied.control.dead is not None  # it may have loaded something; only the engine itself knows that it has not
     tied.control.dead = None

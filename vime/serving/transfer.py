@@ -72,16 +72,13 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Either tensors ``first`` up to ``last`` of the announced plan are at their places in the buffer ``path``, which
-    must not change before the update is finished. Or, without a path, all of the plan is being broadcast in buckets of
-    at most ``bucket_bytes``.
+    """All tensors of the announced plan are at their places in the buffer ``path``, which must not change before the
+    update is finished; without a path they are being broadcast. Either way in buckets of at most ``bucket_bytes``.
     """
 
     digest: str
+    bucket_bytes: int
     path: str = ""
-    first: int = 0
-    last: int = 0
-    bucket_bytes: int = 0
 
 
 class Update:
@@ -162,14 +159,14 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Loads one bucket of shared memory, or all that is broadcast."""
+        """Loads what is shared or broadcast."""
         try:
             plan = self._plan
             assert plan is not None, "vLLM calls this only after start_weight_update"
             if update_info.digest != plan.digest:
                 raise PlanMismatch("the update follows another plan than the announced one")
             if update_info.path:
-                self._load(self._shared(update_info, plan))
+                self._load_shared(plan, update_info.path, update_info.bucket_bytes)
             else:
                 self._load_broadcast(plan, update_info.bucket_bytes)
         except BaseException as error:
@@ -192,14 +189,13 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
             self._half_loaded = True
         update.loaded |= self.model.load_weights(update.passing(tensors)) or set()
 
-    def _shared(self, update_info: UpdateInfo, plan: WeightPlan) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a bucket where the model is: one copy of all of them, which each process then cuts."""
-        data = self._open(update_info.path, plan.total_bytes)
-        bucket = plan.tensors[update_info.first : update_info.last]
-        if self.device.type == "cpu":
-            return ((spec.name, view(data, spec)) for spec in bucket)
-        here = data[bucket[0].offset : bucket[-1].end].to(self.device, non_blocking=True)
-        return ((spec.name, view(here, moved(spec, bucket))) for spec in bucket)
+    def _load_shared(self, plan: WeightPlan, path: str, bucket_bytes: int) -> None:
+        """Each bucket goes to the device as one copy, which each process then cuts; nobody waits for the copy here."""
+        data = self._open(path, plan.total_bytes)
+        for first, last in plan.buckets(bucket_bytes):
+            bucket = plan.tensors[first:last]
+            here = data[bucket[0].offset : bucket[-1].end].to(self.device, non_blocking=True)
+            self._load((spec.name, view(here, moved(spec, bucket))) for spec in bucket)
 
     def _open(self, path: str, size: int) -> Tensor:
         """The sender's memory; mapped, and locked for copies to the device, when it is another than the last."""

@@ -42,19 +42,19 @@ class Offloader:
         self.arrive()
         kept, dropped = self._storages(part)
         moved = [_Moved(storage, storage.nbytes(), self._host_memory(storage)) for storage in kept]
+        self._leaving[part] = [*moved, *(_Moved(storage, storage.nbytes(), None) for storage in dropped)]
+        _empty(dropped)  # before: to free memory is to wait for all that the device does
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for each in moved:
                 assert each.host is not None
                 each.host.copy_(_bytes_of(each.storage), non_blocking=True)
-        self._leaving[part] = [*moved, *(_Moved(storage, storage.nbytes(), None) for storage in dropped)]
-        _empty(dropped)
 
     def offload(self, part: Part) -> None:
         """Frees the device memory of that part, once its copy is complete. Idempotent."""
         self.begin_offload(part)
         if part in self._leaving:
-            current().synchronize()
+            self._stream.synchronize()
             self._away[part] = self._leaving.pop(part)
             _empty(each.storage for each in self._away[part])
 

@@ -50,10 +50,8 @@ class SharedMemory:
 
     async def _load(self, engine: EngineControl, timeout_s: float) -> None:
         plan = self._export.plan
-        for first, last in plan.buckets(self._bucket_bytes):
-            info = {"digest": plan.digest, "path": self._export.path, "first": first, "last": last}
-            name = f"load {plan.tensors[first].name} to {plan.tensors[last - 1].name}"
-            await step(name, engine.update(info, timeout_s=timeout_s))
+        info = {"digest": plan.digest, "path": self._export.path, "bucket_bytes": self._bucket_bytes}
+        await step("load", engine.update(info, timeout_s=timeout_s))
 
 
 class Broadcaster(Protocol):
