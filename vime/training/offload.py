@@ -22,6 +22,9 @@ Part: TypeAlias = Literal["parameters", "rest"]
 """What the forward pass needs, and the rest: main weights, moments and gradients."""
 
 
+PIECE_BYTES = 32 << 20  # half a millisecond
+
+
 class Offloader:
     """Of one rank. Does nothing on a CPU, where there is nowhere else to go.
 
@@ -48,7 +51,7 @@ class Offloader:
         with torch.cuda.stream(self._stream):
             for each in moved:
                 assert each.host is not None
-                each.host.copy_(_bytes_of(each.storage), non_blocking=True)
+                _copy(_bytes_of(each.storage), each.host)
 
     def offload(self, part: Part) -> None:
         """Frees the device memory of that part, once its copy is complete. Idempotent."""
@@ -73,7 +76,7 @@ class Offloader:
         with torch.cuda.stream(self._stream):
             for each in gone:
                 if each.host is not None:
-                    _bytes_of(each.storage).copy_(each.host, non_blocking=True)
+                    _copy(each.host, _bytes_of(each.storage))
         if part == "parameters":
             self.arrive()
 
@@ -103,6 +106,13 @@ class _Moved(NamedTuple):
     storage: torch.UntypedStorage
     size: int  # bytes
     host: Tensor | None  # None: dropped, it comes back as zeros
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """In pieces: whatever else is copied in the same direction waits for the piece under way, not for all."""
+    for begin in range(0, len(source), PIECE_BYTES):
+        piece = slice(begin, begin + PIECE_BYTES)
+        target[piece].copy_(source[piece], non_blocking=True)
 
 
 def _empty(storages: Iterable[torch.UntypedStorage]) -> None:
