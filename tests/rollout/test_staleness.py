@@ -54,3 +54,15 @@ async def test_waiters_hear_of_each_sync():
     assert not waiting.done()
     history.synced(5, 8)
     await asyncio.wait_for(waiting, 1)
+
+
+def test_a_restarted_sample_has_its_prompt_and_nothing_of_its_answer():
+    drawn = Sample(group_index=3, index=7, prompt="1+1?", label="2", metadata={"level": 1}, session_id="42-7")
+    answered = drawn.copy()
+    answered.tokens, answered.response, answered.response_length = [5, 6, 9], "2", 1
+    answered.weight_versions, answered.rollout_log_probs, answered.loss_mask = [1], [-0.5], [1]
+    answered.status, answered.reward = Sample.Status.ABORTED, 1.0
+    answered.metadata["start_rollout_id"] = 4
+    drawn.tokens = [5, 6]
+    assert answered.restarted() == drawn
+    assert answered.tokens == [5, 6, 9] and answered.metadata["start_rollout_id"] == 4
