@@ -11,7 +11,7 @@ import pytest
 from tests.data.templates import CHATML, tokenizer_with
 from tests.rollout.multi_turn.scripted import ScriptedGenerator, turns
 from vime.config import Args
-from vime.rollout.multi_turn import Limits
+from vime.rollout.multi_turn import Limits, marked
 from vime.rollout.multi_turn.tool_calls import PARSERS
 from vime.types import Sample
 
@@ -36,6 +36,14 @@ async def test_a_generate_function_of_the_page_plays_an_episode(args: Args, numb
     exec(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[number], scope)
     sample = await scope["generate"](args, Sample(index=0, group_index=0, prompt="1 + 2?"), PARAMS)
     assert said in sample.response and sample.metadata["multi_turn"]["answer"] == "It is 3."
+
+
+async def test_an_episode_looks_as_the_page_shows_it(args: Args) -> None:
+    scope: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0], scope)
+    sample = await scope["generate"](args, Sample(index=0, group_index=0, prompt="1 + 2?"), PARAMS)
+    (shown,) = re.findall(r"```\n(<\|im_start.*?)\n```", PAGE, re.DOTALL)
+    assert marked(sample, tokenizer_with(CHATML)) == shown
 
 
 def test_the_page_names_every_format_and_the_limits_as_they_are() -> None:

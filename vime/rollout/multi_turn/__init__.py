@@ -9,7 +9,7 @@ from vime.rollout.multi_turn.episode import Limits, MultiTurn
 from vime.rollout.multi_turn.templates import TurnTemplate
 from vime.rollout.multi_turn.tool_calls import BadCall, Said, ToolCall
 from vime.rollout.multi_turn.tools import Tool, ToolFailed, ToolFunction, Tools
-from vime.rollout.multi_turn.transcript import NotAppended, Transcript, final_answer
+from vime.rollout.multi_turn.transcript import NotAppended, Transcript, final_answer, marked
 
 __all__ = [
     "BadCall",
@@ -28,4 +28,5 @@ __all__ = [
     "Turn",
     "TurnTemplate",
     "final_answer",
+    "marked",
 ]

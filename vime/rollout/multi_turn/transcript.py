@@ -12,6 +12,7 @@ which they were sampled.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from vime.errors import UserError
 from vime.types import Generation, Sample, Status, WeightVersion
 
-__all__ = ["METADATA_KEY", "NotAppended", "Transcript", "final_answer"]
+__all__ = ["METADATA_KEY", "NotAppended", "Transcript", "final_answer", "marked"]
 
 METADATA_KEY = "multi_turn"
 """Where the metadata of a sample say what is known of its turns."""
@@ -192,6 +193,19 @@ def final_answer(sample: Sample) -> str:
     right answer that stands in the result of a tool is not the model's."""
     answer: str = (sample.metadata.get(METADATA_KEY) or {}).get("answer", sample.response)
     return answer
+
+
+def marked(sample: Sample, tokenizer: Any) -> str:
+    """The whole text of a sample, for people: what is trained stands between ⟦ and ⟧, special tokens as they are."""
+    mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+    owned = zip([0] * sample.prompt_length + mask, sample.tokens, strict=True)
+    text = ""
+    for bit, run in itertools.groupby(owned, key=lambda pair: pair[0]):
+        written = tokenizer.decode(
+            [token for _, token in run], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        text += f"⟦{written}⟧" if bit else written
+    return text
 
 
 def _checked_ids(token_ids: Sequence[int], what: str) -> list[int]:
