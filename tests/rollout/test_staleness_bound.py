@@ -181,6 +181,18 @@ def test_or_its_stale_tokens_are_masked():
     assert max(run.stalest()) <= 2
 
 
+@pytest.mark.parametrize(
+    ("policy", "runs_ahead", "late"),
+    [("wait", True, True), ("drop", True, True), ("mask", True, False), ("wait", False, False), ("drop", False, True)],
+)
+def test_what_an_earlier_run_left_too_long_is_sampled_anew(policy, runs_ahead, late):
+    bound = StalenessBound(max_staleness=2, policy=policy, runs_ahead=runs_ahead)
+    bound.history.synced(1, 3)
+    group = [Sample(index=0, weight_versions=[1, 1], response_length=2)]
+    assert bound.is_late(group, rollout_id=6) is late
+    assert bound.is_late(group, rollout_id=5) is False
+
+
 @pytest.mark.parametrize("policy", ["wait", "drop", "mask"])
 @pytest.mark.parametrize("seed", range(40))
 def test_no_trained_token_is_staler_than_allowed_and_no_group_is_lost(policy, seed):

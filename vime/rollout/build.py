@@ -372,7 +372,7 @@ def _rollout_metrics(config: Config, hooks: Hooks, args: Args, history: WeightHi
         )
         if config.ops.log_passrate:
             found |= pass_rates(groups, score)
-        if config.asynchrony.staleness_policy == "drop":
+        if config.asynchrony.staleness_policy == "drop" or collected.late:
             found |= drop_metrics(groups, collected.late)
         samples = [sample for group in groups for sample in group]
         if config.ops.log_multi_turn:

@@ -125,8 +125,9 @@ class StalenessBound:
         return not self.runs_ahead or self.policy != "wait" or in_time(deadlines, rollout_id, places, self.batch_size)
 
     def is_late(self, group: Group, rollout_id: int) -> bool:
-        """Whether a finished group must be sampled anew."""
-        return self.policy == "drop" and any(self._is_stale(sample, rollout_id) for sample in group)
+        """Whether a finished group must be sampled anew. With ``wait`` only what an earlier run left can be."""
+        sends_back = self.policy == "drop" or (self.policy == "wait" and self.runs_ahead)
+        return sends_back and any(self._is_stale(sample, rollout_id) for sample in group)
 
     def mask(self, groups: Iterable[Group], rollout_id: int) -> dict[str, float]:
         """Takes stale tokens out of the loss, with ``mask``; returns metrics."""
@@ -144,7 +145,7 @@ class StalenessBound:
         oldest = rollout_id - self.max_staleness  # trainings
         sample.loss_mask = [
             int(trained and self.history.trainings_of(version) >= oldest)
-            for trained, version in zip(before, sample.weight_versions, strict=True)
+            for trained, version in zip(before, sample.weight_versions, strict=False)  # validated later
         ]
         return sum(before), sum(before) - sum(sample.loss_mask)
 
