@@ -12,11 +12,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from tests.simulation.engines import END, log_prob, prefix_of
+from tests.simulation.episodes import TOOL_TOKENS
 from tests.simulation.graders import score_of
-from tests.simulation.run import MAX_CONTEXT, Outcome, Tokenizer, config_of, make_source
+from tests.simulation.run import MAX_CONTEXT, Outcome, config_of, make_source
+from tests.simulation.texts import Tokenizer
 from tests.simulation.world import Training
 from vime.types import Group, TrainSample
 
@@ -41,7 +43,7 @@ def _schedule(outcome: Outcome) -> Iterator[str]:
         yield f"trained rollouts {trained} instead of all {outcome.scenario.rollouts} in order"
     rollout = config_of(outcome.scenario).rollout
     for training in outcome.history.trainings:
-        sizes = Counter(sample.group_index for sample in training.batch.samples)
+        sizes = Counter(group for group, _ in {(each.group_index, each.origin) for each in training.batch.samples})
         if len(sizes) != rollout.rollout_batch_size or set(sizes.values()) != {rollout.n_samples_per_prompt}:
             yield f"rollout {training.batch.rollout_id} has groups of these sizes: {dict(sizes)}"
 
@@ -90,7 +92,7 @@ def _as_drawn(outcome: Outcome) -> list[Group]:
 
 
 def _sample(outcome: Outcome, training: Training, sample: TrainSample, group: Group) -> Iterable[str]:
-    if sample.index not in [drawn.index for drawn in group]:
+    if sample.origin not in [drawn.index for drawn in group]:
         return [f"it does not belong to group {sample.group_index}"]
     if sample.trained_tokens == 0:
         return []  # it keeps the place of one that failed or has no grade
@@ -101,20 +103,15 @@ def _prompt_and_reward(outcome: Outcome, sample: TrainSample, group: Group) -> I
     tokenizer, start = Tokenizer(), sample.total_length - sample.response_length
     drawn = group[0]
     assert isinstance(drawn.prompt, str) and drawn.label is not None
-    if list(sample.tokens[:start]) != tokenizer([drawn.prompt])["input_ids"][0]:
+    if list(sample.tokens[:start]) != tokenizer.encode(drawn.prompt):
         yield "its prompt is not that of its group"
     response = sample.tokens[start:]
     if sample.raw_reward != score_of(tokenizer.decode(response), drawn.label):
         yield f"a reward of {sample.raw_reward} is not that of its answer"
-    ended = response[-1] == END
-    full = sample.response_length == config_of(outcome.scenario).rollout.rollout_max_response_len
-    if END in response[:-1] or ended == sample.truncated:
-        yield f"it is {'' if sample.truncated else 'not '}truncated and ends with {response[-1]}"
-    if sample.truncated and not full and sample.total_length != MAX_CONTEXT:
-        yield f"it is truncated after {sample.response_length} tokens"
 
 
 def _tokens(outcome: Outcome, sample: TrainSample) -> Iterator[str]:
+    """What a tool said has a log-prob of 0, which nothing sampled has."""
     length, start = sample.response_length, sample.total_length - sample.response_length
     log_probs, versions = sample.rollout_log_probs, sample.weight_versions
     if log_probs is None or len(versions) != length:
@@ -122,16 +119,32 @@ def _tokens(outcome: Outcome, sample: TrainSample) -> Iterator[str]:
         return
     if list(versions) != sorted(versions):
         yield f"its versions go back: {versions}"
-    prefix = prefix_of(sample.tokens[:start])
-    for position, token in enumerate(sample.tokens[start:]):
-        synced = outcome.history.syncs.get(versions[position])
+    prefix, response = prefix_of(sample.tokens[:start]), sample.tokens[start:]
+    for place, token in enumerate(response):
+        synced, is_said = outcome.history.syncs.get(versions[place]), log_probs[place] == 0
         if synced is None:
-            yield f"token {position} has version {versions[position]}, which was never brought to an engine"
-            return
-        if log_probs[position] != log_prob(prefix, token, synced.weights):
-            yield f"the log-prob of token {position} is not that of the weights of version {versions[position]}"
-            return
-        prefix = prefix_of([token], prefix)
+            yield f"token {place} has version {versions[place]}, which was never brought to an engine"
+        elif is_said and sample.loss_mask[place]:
+            yield f"token {place} is trained, and was not sampled"
+        elif not is_said and log_probs[place] != log_prob(prefix, token, synced.weights):
+            yield f"the log-prob of token {place} is not that of the weights of version {versions[place]}"
+        elif token == END and place + 1 < length and log_probs[place + 1] != 0:
+            yield f"token {place} ended it, and something was sampled after that"
+        else:
+            prefix = prefix_of([token], prefix)
+            continue
+        return
+    yield from _ending(outcome, sample, response)
+
+
+def _ending(outcome: Outcome, sample: TrainSample, response: Sequence[int]) -> Iterator[str]:
+    if not sample.truncated and response[-1] != END:
+        yield f"it is whole and ends with {response[-1]}"
+    left = min(
+        config_of(outcome.scenario).rollout.rollout_max_response_len - len(response), MAX_CONTEXT - sample.total_length
+    )
+    if sample.truncated and left > (TOOL_TOKENS if response[-1] == END else 0):
+        yield f"it is truncated, and there is room for {left} tokens"
 
 
 def _staleness(outcome: Outcome) -> Iterator[str]:
@@ -159,14 +172,14 @@ def _evaluations(outcome: Outcome) -> Iterator[str]:
             yield f"{about} was answered by versions {versions}, and the engines had {evaluation.newest}"
 
 
-def differences(outcome: Outcome, unbroken: Outcome) -> list[str]:
-    """What a run that was resumed does not have bit for bit as one that never crashed."""
+def differences(outcome: Outcome, plain: Outcome) -> list[str]:
+    """What a run does not have bit for bit as its plain one (see ``Scenario.plain``)."""
     found = []
-    for mine, its in zip(outcome.history.trainings, unbroken.history.trainings, strict=False):
+    for mine, its in zip(outcome.history.trainings, plain.history.trainings, strict=False):
         if mine.batch.samples != its.batch.samples:
-            found.append(f"rollout {mine.batch.rollout_id} was trained on other samples than without a crash")
-    if not found and outcome.weights != unbroken.weights:
-        found.append("the weights at the end are not those of a run without a crash")
-    if not found and outcome.state != unbroken.state:
-        found.append("source and rollouts end in another state than without a crash")
+            found.append(f"rollout {mine.batch.rollout_id} was trained on other samples than in the plain world")
+    if not found and outcome.weights != plain.weights:
+        found.append("the weights at the end are not those of the plain world")
+    if not found and outcome.state != plain.state:
+        found.append("source and rollouts end in another state than in the plain world")
     return found[:1]

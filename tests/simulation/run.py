@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulation.clock import Stopped, VirtualLoop
-from tests.simulation.engines import VOCABULARY, FakeEngine
+from tests.simulation.engines import FakeEngine
 from tests.simulation.graders import FakeGraders
 from tests.simulation.scenario import Scenario
 from tests.simulation.servers import ROUTER, FakeCluster, MakeEngine
+from tests.simulation.texts import Tokenizer
 from tests.simulation.trainer import Checkpoint, FakeCheckpoints, FakeLedger, FakeTrainer
 from tests.simulation.world import Evaluation, Event, History, World
 from vime import async_loop, loop
@@ -272,18 +273,6 @@ class WatchedSource(PromptSource):
         super().add_samples(groups)
 
 
-class Tokenizer:
-    """Texts as numbers, numbers as text."""
-
-    eos_token_id = None
-
-    def __call__(self, texts: Sequence[str], **options: Any) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[1 + ord(letter) % (VOCABULARY - 1) for letter in text] for text in texts]}
-
-    def decode(self, token_ids: Sequence[int], **options: Any) -> str:
-        return " ".join(map(str, token_ids))
-
-
 class _Recorder:
     """Implements ``ports.Recorder``."""
 
@@ -345,7 +334,7 @@ def config_of(scenario: Scenario) -> Config:
         --hf-checkpoint {folder} --prompt-data {folder}/prompts.jsonl@[0:{scenario.prompts}] --label-key label
         --rm-type math --save {folder}/save --actor-num-gpus-per-node 1 --rollout-num-gpus {scenario.engines}
         --num-rollout {scenario.rollouts} --rollout-seed {scenario.seed}
-        --request-timeout-s 90 --weight-sync-timeout-s 60
+        --run-dir {folder}/run --request-timeout-s 90 --weight-sync-timeout-s 60
         --eval-prompt-data {EVAL_SET} {folder}/prompts.jsonl@[58:]
     """.split()
     return parse_config([*words, *scenario.flags])
