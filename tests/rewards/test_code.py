@@ -77,17 +77,17 @@ def test_a_program_that_hangs_fails_within_its_time_and_so_do_the_tests_that_are
     start = time.monotonic()
     grade = graded("while True: pass", tests, time_limit_s=0.5)
     assert (grade.score, grade.detail) == (0.0, "0 of 50 passed; timeout")
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
 
 
 def test_with_fractions_a_program_that_hangs_fails_what_the_deadline_leaves_undone(monkeypatch):
-    monkeypatch.setenv(DEADLINE_VARIABLE, "3")
+    monkeypatch.setenv(DEADLINE_VARIABLE, "6")
     tests = {"inputs": ["1 2"] + ["9 9"] * 50, "outputs": ["3"] + ["18"] * 50}
     hangs_later = "a, b = map(int, input().split())\nwhile a == 9: pass\nprint(a + b)"
     start = time.monotonic()
-    grade = graded(hangs_later, tests, time_limit_s=0.5, code_score="fraction")
+    grade = graded(hangs_later, tests, time_limit_s=1, code_score="fraction")
     assert grade.score == pytest.approx(1 / 51)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 12  # 50 tests of a second, were they all run
 
 
 def test_more_tests_than_the_deadline_allows_are_an_error_not_a_0(monkeypatch):

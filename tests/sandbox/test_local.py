@@ -51,6 +51,13 @@ def python(where, code, stdin="", **given):
     return result
 
 
+def open_to_all(folder):
+    """pytest's folders are for its user alone; /tmp is not."""
+    folder.chmod(0o1777)
+    for parent in (folder.parent, folder.parent.parent):
+        parent.chmod(0o755)
+
+
 def left_over(marker):
     """Processes of the machine which carry the marker in their command line."""
     processes = psutil.process_iter(["cmdline"])
@@ -82,7 +89,7 @@ def test_a_program_that_a_signal_ends_has_the_negative_number_as_its_exit_code(a
 def test_an_endless_program_ends_at_its_wall_clock_limit(anywhere, code):
     result = python(anywhere, code, wall_s=0.5)
     assert result.status is Outcome.TIMEOUT
-    assert 0.5 <= result.seconds < 2
+    assert 0.5 <= result.seconds < 5
 
 
 def test_processor_time_counts_over_all_processes_together(anywhere):
@@ -181,10 +188,10 @@ def test_the_number_of_files_is_bounded(anywhere):
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_flood_of_output_is_cut_and_ends_the_program(anywhere, stream):
-    result = python(anywhere, f"import sys\nwhile True: sys.{stream}.write('x' * 1000)", output_bytes=5000, wall_s=20.0)
+    result = python(anywhere, f"import sys\nwhile True: sys.{stream}.write('x' * 1000)", output_bytes=5000, wall_s=60.0)
     assert result.status is Outcome.OUTPUT
     assert len(getattr(result, stream)) == 5000
-    assert result.seconds < 5
+    assert result.seconds < 20
 
 
 def test_output_up_to_the_limit_is_kept_whole(anywhere):
@@ -392,9 +399,7 @@ def test_a_user_without_privileges_has_it_too():
 
 def test_what_is_unreadable_is_cleaned_up_too(anywhere, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    tmp_path.chmod(0o755)
-    for parent in (tmp_path.parent, tmp_path.parent.parent):
-        parent.chmod(0o755)
+    open_to_all(tmp_path)
     python(anywhere, "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').close()\nos.chmod('a/b', 0)\nos.chmod('a', 0)")
     assert list(tmp_path.iterdir()) == []
 
@@ -415,14 +420,15 @@ async def test_a_run_that_is_cancelled_leaves_nothing():
     for isolation in ISOLATIONS:
         where = LocalSandbox(isolation)
         running = asyncio.create_task(where.run({}, ["sh", "-c", f"sleep 60; : {marker}"], limits=limits(wall_s=60)))
-        await asyncio.sleep(0.5)
-        assert left_over(marker) or running.done()  # done: this isolation does not work here
+        async with asyncio.timeout(20):
+            while not (left_over(marker) or running.done()):  # noqa: ASYNC110  done: it does not work here
+                await asyncio.sleep(0.05)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         assert left_over(marker) == []
 
 
-def test_who_dies_while_code_runs_takes_it_along(anywhere):
+def test_who_dies_while_code_runs_takes_it_along(anywhere, tmp_path):
     marker = f"vime_orphan_{os.getpid()}_{time.monotonic_ns()}"
     program = f"""
 import asyncio
@@ -430,18 +436,23 @@ from vime.sandbox import *
 where = LocalSandbox({anywhere._isolation!r})
 asyncio.run(where.run({{}}, ["sh", "-c", "(setsid sleep 60 &) ; sleep 60; : {marker}"], limits=Limits(wall_s=60)))
 """
-    parent = subprocess.Popen([sys.executable, "-c", program])
+    open_to_all(tmp_path)
+    parent = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)})
     below = {}
     while len(below) < 4 and parent.poll() is None:
         time.sleep(0.05)
         below = _descendants(parent.pid)
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while any(psutil.pid_exists(pid) for pid in below) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(below) >= 4
     assert not [pid for pid in below if psutil.pid_exists(pid)]
+    if anywhere._isolation != "user_namespaces" or os.geteuid() != 0:  # a watcher that is no longer root leaves it
+        while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert list(tmp_path.iterdir()) == []
 
 
 async def test_only_so_many_run_at_one_time():

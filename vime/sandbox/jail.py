@@ -21,6 +21,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -225,6 +226,8 @@ class _Watcher:
                 break
         seconds = time.monotonic() - start
         self._kill_all(child)
+        if os.getppid() != self.spec["parent"]:  # nobody is left who would clean up
+            shutil.rmtree(self.spec["directory"], ignore_errors=True)
         _report(self.report_fd, seconds=seconds, **({"killed": killed} if killed else {}))
 
     def _ended(self, child: int) -> bool:
@@ -405,7 +408,8 @@ def _call(what: str, result: int) -> None:
 
 
 def _report(fd: int, **record: Any) -> None:
-    os.write(fd, (json.dumps(record) + "\n").encode())
+    with contextlib.suppress(BrokenPipeError):  # our parent died; there is still work to do
+        os.write(fd, (json.dumps(record) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -182,6 +184,14 @@ async def test_a_program_that_fails_or_hangs_is_ended_with_what_it_started(token
     assert sample.status is Status.TRUNCATED
     await asyncio.sleep(0.2)
     assert not [each for each in psutil.Process().children(recursive=True) if "61.7" in each.cmdline()]
+
+
+async def test_the_agent_of_the_page_works(tokenizer):
+    page = Path(__file__).parents[3] / "docs/en/advanced/agents-by-api.md"
+    found: dict[str, Any] = {}
+    exec(re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1], found)
+    (sample,) = await played(found["solve"], ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer)
+    assert (sample.reward, sample.status) == (1.0, Status.COMPLETED)
 
 
 def test_a_run_needs_one_agent():
