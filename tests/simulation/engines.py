@@ -23,6 +23,7 @@ from vime.types import WeightVersion
 
 END = 0  # the token with which a model stops by itself
 VOCABULARY = 1000
+MEMORY_GIB = {"weights": 4, "kv_cache": 6}
 
 
 def prefix_of(token_ids: Sequence[int], prefix: int = 0) -> int:
@@ -94,10 +95,11 @@ class FakeEngine:
         self.hangs = False
         self.weights = 0
         self.version: WeightVersion = 0
-        self.paused = False
+        self.paused = self.asleep = False
         self.has_served = False  # it has been through a sync: the first one of a run must not fail
         self.requests: list[Request] = []
         self._calls = self._finished = 0
+        self._take("weights", "kv_cache")
 
     def __str__(self) -> str:
         return f"engine {self.index}.{self.number}"
@@ -108,12 +110,13 @@ class FakeEngine:
 
     async def call(self, path: str, body: Any) -> Any:
         """Raises what a client sees if the process ends, or fails the call."""
-        verb = path.partition("?")[0].rpartition("/")[2]
+        place, _, query = path.partition("?")
+        verb = place.rpartition("/")[2]
         if verb == "generate":
             return await self.serve(self.request(body))
         await self._take_time(verb)
         handler = getattr(self, f"_{verb}", None)
-        return handler(body) if handler is not None else None
+        return handler(query if body is None else body) if handler is not None else None
 
     async def serve(self, request: Request) -> dict[str, Any]:
         self.requests.append(request)
@@ -126,7 +129,7 @@ class FakeEngine:
                     self._finished += 1
                     return request.answer()
                 request.changed = loop.create_future()
-                request.since = None if self.paused or self.hangs else loop.time()
+                request.since = None if self.paused or self.asleep or self.hangs else loop.time()
                 if request.since is not None:
                     left = (request.length - len(request.tokens)) * request.pace_s
                     loop.call_later(left, _set, request.changed)
@@ -140,6 +143,7 @@ class FakeEngine:
         if self.last_words is None:
             self._world.tell("engine ended", engine=str(self), requests=len(self.requests), why=last_words)
             self.last_words = last_words
+            self._free("weights", "kv_cache")
             self.ended.set()
             self._wake()
 
@@ -151,7 +155,28 @@ class FakeEngine:
             self.hangs = True
             self._wake()
 
-    # what calls do, by the last part of their path
+    # what calls do, by the last part of their path: with their body, or their query where they have none
+
+    def _sleep(self, query: str) -> None:
+        self._settle()
+        self.asleep = True
+        self.weights = 0 if "level=2" in query else self.weights
+        self._free("weights", "kv_cache")
+
+    def _wake_up(self, query: str) -> None:
+        if "kv_cache" not in query:
+            self._take("weights")
+        if "weights" not in query:
+            self._take("kv_cache")
+            self.asleep = False
+            self._wake()
+
+    def _take(self, *parts: str) -> None:
+        for part in parts:
+            self._world.devices.take(self.index, f"{part} of {self}", MEMORY_GIB[part])
+
+    def _free(self, *parts: str) -> None:
+        self._world.devices.free(self.index, *(f"{part} of {self}" for part in parts))
 
     def _pause(self, body: Any) -> None:
         self._settle()

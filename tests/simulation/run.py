@@ -20,7 +20,7 @@ from tests.simulation.scenario import Scenario
 from tests.simulation.servers import ROUTER, FakeCluster, MakeEngine
 from tests.simulation.texts import Tokenizer
 from tests.simulation.trainer import Checkpoint, FakeCheckpoints, FakeLedger, FakeTrainer
-from tests.simulation.world import Evaluation, Event, History, World
+from tests.simulation.world import Devices, Evaluation, Event, History, World
 from vime import async_loop, loop
 from vime.cluster.supervision import HealthChecks, Supervisor, supervised
 from vime.cluster.turns import Turns
@@ -101,7 +101,10 @@ class Driver:
             weights=checkpoint.weights if checkpoint is not None else derive_seed("weights", scenario.seed),
             trainings=checkpoint.trainings if checkpoint is not None else 0,
         )
-        self.turns = Turns(self.trainer, trainer_leaves=False, engines_sleep=False)  # type: ignore[arg-type]
+        shared = "shared devices" in scenario.features
+        capacity_gib = world.chance.pick((16, 24, 32), "memory") if shared else None
+        world.devices = Devices(scenario.engines, capacity_gib)
+        self.turns = Turns(self.trainer, trainer_leaves=shared, engines_sleep=shared)  # type: ignore[arg-type]
         self.checkpoints = FakeCheckpoints(world, self.trainer, self.turns, self._driver_state)
         self.cluster = FakeCluster(world, scenario.engines, scenario.faults, self.make_engine)
         self.source = self.make_source()
@@ -164,6 +167,8 @@ class Driver:
         for index, engine in enumerate(await self.cluster.start()):
             fleet.started(index, engine)
         await self.turns.engines_started(fleet)
+        for part in ("parameters", "rest"):
+            await self.trainer.onload(part)
         client = RouterClient(ROUTER, fleet, request_timeout_s=config.engine.request_timeout_s)
         prompts = self._prompts()
         hub = make_hub(config, prompts, config.args, FakeGraders(self.world, self.scenario.faults))

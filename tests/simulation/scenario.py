@@ -83,15 +83,12 @@ class _Dice:
 
 
 FEATURES = (
-    "sync",
-    "async",
-    "async without staleness",
-    "dynamic",
-    "partial",
-    "in order",
-    "evaluation",
-    "fault tolerant",
+    *("sync", "async", "async without staleness", "fully async"),
+    *("wait", "drop", "mask"),
+    *("shuffled", "dynamic", "over-sampling", "partial", "masked", "in order"),
+    *("evaluation", "episodes", "shared devices", "fault tolerant"),
 )
+"""What runs have, or have not."""
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -122,6 +119,8 @@ def scenario_of(seed: int) -> Scenario:
         partial = choose("partial", 0.6, "--partial-rollout")
         if partial:
             choose("masked", 0.4, "--mask-offpolicy-in-partial-rollout")
+    if "sync" in features:
+        choose("shared devices", 0.4, "")
     tolerant = choose("fault tolerant", 0.5, "--use-fault-tolerance")
     return Scenario(
         seed=seed,

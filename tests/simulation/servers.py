@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from tests.simulation.clock import TICK
-from tests.simulation.engines import FakeEngine
+from tests.simulation.engines import MEMORY_GIB, FakeEngine
 from tests.simulation.scenario import Faults
 from tests.simulation.world import World
 from vime.serving.control import GENERATE, EngineControl
@@ -125,7 +125,9 @@ class FakeCluster:
     async def start_engine(self, index: int) -> EngineControl:
         number = len(self._places[index])
         identity = (index, number, self._world.life)
+        self._world.devices.take(index, "an engine that starts", sum(MEMORY_GIB.values()))
         await asyncio.sleep(self._world.chance.seconds(2, 20, "start of an engine", *identity))
+        self._world.devices.free(index, "an engine that starts")
         if number < 3 and self._world.chance.hits(self._faults.starts_fail, "start fails", *identity):
             self._places[index].append(self._make(self._world, index, number, self._faults))
             self._places[index][-1].end("it found no memory")

@@ -30,8 +30,9 @@ def test_invariants_hold_in_a_hundred_worlds():
 
 
 @pytest.mark.slow
-def test_invariants_hold_in_two_thousand_worlds():
-    assert failing(range(FEW, MANY)) == []
+@pytest.mark.parametrize("first", range(FEW, MANY, 100))
+def test_invariants_hold_in_two_thousand_worlds(first: int):
+    assert failing(range(first, first + 100)) == []
 
 
 def test_the_hundred_worlds_have_everything_in_them():

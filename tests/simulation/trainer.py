@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.simulation.clock import TICK
 from tests.simulation.engines import log_prob, prefix_of
 from tests.simulation.world import History, Synced, Training, World, mixed
 from vime.cluster.turns import Turns
 from vime.types import RolloutBatch, TrainResult, TrainSample, WeightVersion, derive_seed
 from vime.weights.plan import WeightPlan
 
+MEMORY_GIB = {"parameters": 4, "rest": 8}
 SHARED = "/dev/shm/weights"
 PLAN = WeightPlan.of([("weights", (1,), "float32")])
 
@@ -38,6 +40,19 @@ class FakeTrainer:
         self._world = world
         self.weights = weights
         self.trainings = trainings
+
+    async def begin_offload(self, part: str) -> None: ...
+
+    async def onload(self, part: str) -> None:
+        self._world.devices.take_all(part, MEMORY_GIB[part])
+        await asyncio.sleep(8 * TICK)
+
+    async def offload(self, part: str) -> None:
+        await asyncio.sleep(8 * TICK)
+        self._world.devices.free_all(part)
+
+    async def free_bytes(self) -> list[int]:
+        return self._world.devices.free_bytes()
 
     async def train(self, batch: RolloutBatch) -> TrainResult:
         world = self._world

@@ -75,6 +75,44 @@ class Evaluation:
     newest: WeightVersion  # what the engines had in the end
 
 
+GIB = 1 << 30
+
+
+class Devices:
+    """Memory that a rank of the trainer and an engine share on each device, where they take turns.
+
+    Args:
+        capacity_gib: of each device; None: they share none.
+    """
+
+    def __init__(self, count: int = 0, capacity_gib: int | None = None) -> None:
+        self._capacity_gib = capacity_gib
+        self._held: list[dict[str, int]] = [{} for _ in range(count)]  # GiB by what holds it
+
+    def take(self, place: int, what: str, gib: int) -> None:
+        if self._capacity_gib is None:
+            return
+        self._held[place][what] = gib
+        if sum(self._held[place].values()) > self._capacity_gib:
+            raise RuntimeError(f"device {place} of {self._capacity_gib} GiB has no room for all of {self._held[place]}")
+
+    def free(self, place: int, *what: str) -> None:
+        if self._capacity_gib is not None:
+            for each in what:
+                self._held[place].pop(each, None)
+
+    def take_all(self, what: str, gib: int) -> None:
+        for place in range(len(self._held)):
+            self.take(place, what, gib)
+
+    def free_all(self, what: str) -> None:
+        for place in range(len(self._held)):
+            self.free(place, what)
+
+    def free_bytes(self) -> list[int]:
+        return [((self._capacity_gib or 0) - sum(held.values())) * GIB for held in self._held]
+
+
 @dataclass
 class History:
     """What happened so far that counts: after a crash of the driver, what had happened up to its last checkpoint."""
@@ -109,6 +147,7 @@ class World:
         self.seed = seed
         self.chance = Chance(seed)
         self.history = History()
+        self.devices = Devices()
         self.shared: dict[str, int] = {}  # memory that the trainer shares with engines: path → weights
         self.life = 0
         self.trace: list[Event] = []
