@@ -17,7 +17,8 @@ SMALL = ["--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--num-roll
 
 def test_the_agent_trains_on_what_its_model_said(tmp_path: Path) -> None:
     assert (ROOT / "models/SmolLM2-135M-Instruct").is_dir(), "make models/SmolLM2-135M-Instruct/model.safetensors"
-    subprocess.run([sys.executable, "-m", "examples.coding_agent_rl.tasks", str(tmp_path)], cwd=ROOT, check=True)
+    tasks = [sys.executable, "-m", "examples.coding_agent_rl.tasks", str(tmp_path), "--terms", "4"]
+    subprocess.run(tasks, cwd=ROOT, check=True)
     flags = ["--config", "examples/coding_agent_rl/cpu.yaml", "--prompt-data", str(tmp_path / "tasks.jsonl"), *SMALL]
     with Run(tmp_path / "run", *flags) as run:
         run.finish()

@@ -37,7 +37,7 @@ async def played(folder: Path, *said: str, max_tokens: int = 900) -> tuple[Sampl
     tokenizer = tokenizer_with(CHATML)
     tokenizer.save_pretrained(folder)
     values: dict[str, Any] = {"hf_checkpoint": str(folder), "trust_remote_code": False, "max_context_tokens": 2048}
-    values |= {"apply_chat_template_kwargs": {}, "rollout_skip_special_tokens": True, "agent_command": None}
+    values |= {"apply_chat_template_kwargs": {}, "rollout_skip_special_tokens": False, "agent_command": None}
     values |= {"agent_function_path": "examples.coding_agent_rl.coding_agent:solve", "agent_timeout_s": 60.0}
     values |= {"agent_samples": "all", "agent_sampling": "refuse", "agent_call_format": None}
     values |= {"agent_host": "127.0.0.1", "agent_port": 0, "generator": ScriptedGenerator(tokenizer, turns(*said))}

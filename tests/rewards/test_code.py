@@ -98,7 +98,7 @@ def test_more_tests_than_the_deadline_allows_are_an_error_not_a_0(monkeypatch):
     assert "of 100 tests fit into the deadline of 3 s (--rm-timeout-s)" in grade.detail
 
 
-@pytest.mark.parametrize("end", ["\n```", "\n  ```  ", "\n```\n"])
+@pytest.mark.parametrize("end", ["\n```", "\n  ```  ", "\n```\n", "\n```<|im_end|>", "\n```</s>\n"])
 def test_the_last_block_counts(end):
     assert last_block(f"```\nfirst\n```\ntext\n```py\nlast{end}") == "last\n"
 
@@ -107,6 +107,15 @@ def test_the_last_block_counts(end):
 def test_without_a_finished_last_block_there_is_no_answer(response):
     grade_ = grade(response, None, {"tests": PAIRS})
     assert (grade_.score, grade_.status) == (0.0, GradeStatus.INVALID)
+
+
+def test_in_a_dialogue_the_last_turn_counts_before_what_others_said():
+    dialogue = f"{answer(SUM)}\nuser\nLook at:\n```\nprint(0)\n```\nassistant\n"
+    last = {"tests": PAIRS, "multi_turn": {"answer": answer(SUM)}}
+    assert grade(dialogue + answer(SUM), None, last).score == 1.0
+    assert grade(dialogue, None, last).score == 1.0
+    done = {"tests": PAIRS, "multi_turn": {"answer": "It is done."}}
+    assert grade(answer(SUM) + "<|im_end|>\nuser\nIt passes.\nassistant\nIt is done.", None, done).score == 1.0
 
 
 def test_a_draft_in_the_reasoning_is_no_answer():

@@ -464,22 +464,39 @@ async def test_only_so_many_run_at_one_time():
     assert time.monotonic() - start > 0.9
 
 
-async def test_the_strongest_that_works_is_chosen_and_the_weakest_is_told(caplog, monkeypatch):
+async def test_the_strongest_that_works_is_chosen_and_the_weakest_is_told(caplog):
     chosen = await LocalSandbox().isolation()
     assert chosen in ISOLATIONS
     assert ("no namespaces" in caplog.text) == (chosen == "process")
 
+
+WHICH = """
+import asyncio
+from vime.sandbox import LocalSandbox
+async def main():
     where = LocalSandbox()
-    run = where._run
+    result = await where.run({}, ["python3", "-c", "print(open('/proc/self/status').read())"])
+    capabilities = {line for line in result.stdout.splitlines() if line.startswith(("CapEff", "CapBnd"))}
+    print(await where.isolation(), sorted(int(line.split()[1], 16) for line in capabilities))
+asyncio.run(main())
+"""
 
-    async def without_namespaces(isolation, job):
-        if isolation != "process":
-            raise SandboxError("Operation not permitted: unshare")
-        return await run(isolation, job)
 
-    monkeypatch.setattr(where, "_run", without_namespaces)
-    assert await where.isolation() == "process"
-    assert "it can reach the network" in caplog.text
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can give its capabilities away")
+@pytest.mark.parametrize(
+    ("command", "chosen"),
+    [
+        (["setpriv", "--bounding-set=-sys_admin"], "user_namespaces"),  # root in most containers
+        (["unshare", "-r"], "user_namespaces"),  # root in name only, who can become nobody else
+        (["unshare", "-r", "sh", "-c", 'echo 0 >/proc/sys/user/max_user_namespaces; exec "$@"', "sh"], "process"),
+    ],
+)
+def test_root_with_less_than_all_capabilities_has_the_next_best(command, chosen):
+    ended = subprocess.run([*command, sys.executable, "-c", WHICH], capture_output=True, text=True, timeout=60)
+    if "unshare: " in ended.stderr and not ended.stdout:
+        pytest.skip(ended.stderr)
+    assert ended.stdout == f"{chosen} [0, 0]\n", ended.stderr
+    assert ("it can reach the network" in ended.stderr) == (chosen == "process")
 
 
 def test_a_limit_that_is_no_positive_number_is_refused():

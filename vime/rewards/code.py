@@ -1,5 +1,7 @@
 """The last fenced block of the response as a Python program, run against tests in the sandbox.
 
+In a dialogue that is the last block of the last turn, or where that has none, of the whole dialogue.
+
 How tests are written: ``code_tests``. All of them must pass for a 1, or the score is the fraction that does
 (``--rm-code-score``, or ``metadata["code_score"]`` of a row). Further keys of the metadata: ``time_limit_s`` and
 ``memory_limit_mib`` of one test.
@@ -29,7 +31,9 @@ SCORES = ("all", "fraction")
 SCORE_VARIABLE, SANDBOX_VARIABLE = "VIME_CODE_SCORE", "VIME_CODE_SANDBOX"
 """What of the run's settings reaches the graders' processes, by environment."""
 
-_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*(?:<[^>\n]*>[ \t]*)?$", re.DOTALL | re.MULTILINE)
+"""The closing fence may stand before the token that ends a turn, where responses are written with these."""
+
 _FENCE = re.compile(r"^[ \t]*```", re.MULTILINE)
 _TIME_LIMIT_S, _MEMORY_LIMIT_MIB = 2.0, 512.0
 _WALL_FACTOR = 3.0  # a busy machine is not the program's fault
@@ -40,7 +44,10 @@ _NO_DEADLINE_S = 600.0  # where nobody set one
 
 
 def grade(response: str, label: str | None, metadata: Mapping[str, Any]) -> Grade:
-    program = last_block(after_thinking(response))
+    answer = (metadata.get("multi_turn") or {}).get("answer") or ""  # of a dialogue, the last turn
+    program = last_block(answer)
+    if program is None:
+        program = last_block(after_thinking(response))
     if program is None:
         return Grade(score=0.0, status=GradeStatus.INVALID, detail="there is no finished fenced block of code")
     return grade_answer(program, label, metadata)

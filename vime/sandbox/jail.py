@@ -34,7 +34,9 @@ _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 409
 _MNT_DETACH = 2
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000  # the number is the same on all architectures
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 1, 2, 4
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_CAPABILITIES = 64
 
 _POLL_S = 0.05
 _POLL_SHARE = 0.1  # of a core, that watching may take
@@ -66,7 +68,7 @@ class _Watcher:
         self.limits = spec["limits"]
         self.report_fd = report_fd
         self.namespaces = spec["isolation"] != "process"
-        self.was_root = os.geteuid() == 0
+        self.was_root = os.geteuid() == 0 and _is_mapped(_FIRST_USER)  # else root in name only: nobody to become
         self.user = _FIRST_USER + os.getpid() % _USERS if self.was_root else os.geteuid()
 
     def run(self) -> None:
@@ -75,6 +77,8 @@ class _Watcher:
         if self.spec["isolation"] == "user_namespaces":
             self._enter_user_namespace()
         elif self.namespaces:
+            if not self.was_root:
+                raise PermissionError(errno.EPERM, "this needs root, and other users that it can become")
             _call("unshare", _libc.unshare(_CLONE_NEWPID))
         else:
             _call("prctl", _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
@@ -181,6 +185,8 @@ class _Watcher:
             _become(self.user)
             if not self.namespaces:  # the change of user has cleared it
                 _die_with(watcher, signal.SIGKILL)
+        for capability in range(_CAPABILITIES):  # or the next program of a root in name would have them again
+            _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
         _call("prctl", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these
             signal.signal(number, signal.SIG_DFL)
@@ -370,6 +376,12 @@ def _bind(source: Path, target: Path) -> None:
 def _mount(source: Path | str | None, target: Path | str, kind: str | None, flags: int, options: str = "") -> None:
     encoded = [None if each is None else os.fsencode(each) for each in (source, target, kind)]
     _call(f"mount {target}", _libc.mount(*encoded, ctypes.c_ulong(flags), options.encode()))
+
+
+def _is_mapped(user: int) -> bool:
+    """Whether the user namespace that we are in has that user."""
+    ranges = (line.split() for line in Path("/proc/self/uid_map").read_text().splitlines())
+    return any(int(first) <= user < int(first) + int(count) for first, _, count in ranges)
 
 
 def _become(user: int) -> None:
