@@ -54,6 +54,13 @@ class Request:
     since: float | None = None  # when its next token began; None while the engine is paused
     changed: asyncio.Future[None] | None = None
     aborted: bool = False
+    disconnected: bool = False
+
+    def disconnect(self) -> None:
+        """Whoever asked is gone."""
+        self.disconnected = True
+        if self.changed is not None:
+            _set(self.changed)
 
     @property
     def is_whole(self) -> bool:
@@ -123,8 +130,8 @@ class FakeEngine:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                if self.last_words is not None:
-                    raise Unreachable(f"{self} broke the connection")
+                if self.last_words is not None or request.disconnected:
+                    raise Unreachable(f"the connection to {self} broke")
                 if not self.hangs and (request.aborted or request.is_whole):
                     self._finished += 1
                     return request.answer()

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from tests.simulation.clock import TICK
-from tests.simulation.engines import MEMORY_GIB, FakeEngine
+from tests.simulation.engines import MEMORY_GIB, FakeEngine, Request
 from tests.simulation.scenario import Faults
 from tests.simulation.world import World
 from vime.serving.control import GENERATE, EngineControl
@@ -31,6 +31,7 @@ class FakeRouter:
         self._members: list[str] = []
         self._attempts: dict[tuple[str, int], int] = {}
         self._ended = asyncio.Event()
+        self._under_way: list[Request] = []
 
     # the process
 
@@ -41,6 +42,8 @@ class FakeRouter:
     def end(self) -> None:
         self._world.tell("router ended")
         self._ended.set()
+        for request in self._under_way:
+            request.disconnect()
 
     async def restart(self) -> list[str]:
         await asyncio.sleep(2.0)
@@ -76,7 +79,12 @@ class FakeRouter:
         if not self._members or chance.hits(faults.refused, "refused", *identity):
             raise Refused("the router answered with 503", 503)
         engine = self._engines[chance.pick(self._members, "route", session)]
-        answer = await self._until_end(engine.serve(engine.request(body)))
+        request = engine.request(body)
+        self._under_way.append(request)
+        try:
+            answer = await engine.serve(request)
+        finally:
+            self._under_way.remove(request)
         await asyncio.sleep(LATENCY_S)
         if chance.hits(faults.lost_replies, "lost", *identity):
             self._world.tell("reply lost", session=session)
@@ -85,19 +93,6 @@ class FakeRouter:
             raise Unreachable("the router broke the connection")
         self._world.tell("answer", session=session, reason=answer["finish_reason"], engine=str(engine))
         return answer
-
-    async def _until_end(self, serving: Any) -> Any:
-        """Connections through a router that ends are broken."""
-        served, ended = asyncio.ensure_future(serving), asyncio.ensure_future(self._ended.wait())
-        try:
-            await asyncio.wait({served, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not served.done():
-                raise Unreachable("the router broke the connection")
-            return served.result()
-        finally:
-            served.cancel()
-            ended.cancel()
-            await asyncio.gather(served, ended, return_exceptions=True)
 
 
 class FakeCluster:
