@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import json
@@ -55,7 +56,6 @@ class Outcome:
     trace: list[Event]
     weights: int  # of the trainer, in the end
     state: dict[str, Any]  # what a checkpoint of the end would say of source and rollouts
-    lives: int  # of the driver
     problems: list[str] = field(default_factory=list)  # how it went wrong as a whole: stopped, an error, left-overs
 
 
@@ -82,7 +82,6 @@ def simulate(scenario: Scenario, driver_type: type[Driver] | None = None) -> Out
         trace=world.trace,
         weights=driver.trainer.weights,
         state=driver.state,
-        lives=life + 1,
         problems=problems,
     )
 
@@ -321,8 +320,6 @@ def _waiting(clock: VirtualLoop) -> list[str]:
 def _folder() -> Path:
     """A model's configuration and prompts, for as long as this process lives."""
     folder = Path(tempfile.mkdtemp(prefix="vime-simulation-"))
-    import atexit
-
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "config.json").write_text(json.dumps(MODEL))
     (folder / "tokenizer.json").write_text("{}")
