@@ -173,3 +173,20 @@ async def test_it_runs_in_the_grader_pool_with_the_settings_of_the_run():
 def test_a_row_without_a_label_can_be_graded():
     assert not registry.needs_label("code")
     assert registry.is_local("code")
+
+
+def test_a_block_within_a_list_is_indented_as_its_fence_is():
+    answer = "1. The program:\n\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n"
+    assert last_block(answer) == "def add(a, b):\n    return a + b\n"
+
+
+def test_a_program_that_reads_standard_input_finds_nothing_there_and_does_not_spoil_its_check():
+    program = "import sys\ndata = sys.stdin.read()\ndef empty():\n    return data == ''\n"
+    assert graded(program, ["assert empty()"]).score == 1.0
+    assert graded("import os, sys\nprint(sys.stdin.read())\nos._exit(0)\n", ["assert False"]).score == 0.0
+
+
+def test_each_of_several_checks_that_run_as_one_has_its_time(monkeypatch):
+    slow = "import time\ndef work():\n    end = time.process_time() + 0.3\n    while time.process_time() < end: pass\n"
+    grade = graded(slow, ["work()"] * 4, time_limit_s=0.5)
+    assert grade.score == 1.0, grade.detail

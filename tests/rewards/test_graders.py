@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from vime.errors import UserError
 from vime.rewards import registry
 from vime.rewards.f1 import overlap as f1_overlap
+from vime.rewards.f1 import words as f1_words
 from vime.types import GradeStatus
 
 
@@ -133,7 +134,11 @@ def test_rule_rewards_need_a_label_and_a_service_does_not():
         ("Paris", "London", 0.0),
         ("paris paris", "paris", 2 / 3),  # a word counts as often as it is there
         ("", "paris", 0.0),
-        ("the", "a", 1.0),  # nothing is left of either
+        ("the", "a", 0.0),
+        ("A.", "A", 1.0),  # where an article is all there is, it counts
+        ("", "The", 0.0),
+        ("", "?!", 0.0),
+        ("?!", "?!", 1.0),
         ("<think>London</think> Paris!", "paris", 1.0),
         ("yes, it is", "yes", 0.0),
         ("Yes.", "yes", 1.0),
@@ -159,7 +164,8 @@ def test_f1_tells_its_parts_and_takes_the_best_of_several_answers():
 def test_f1_is_a_share_that_does_not_depend_on_the_order_of_two_texts(one, other):
     f1, precision, recall, exact = f1_overlap(one, other)
     assert 0 <= f1 <= 1 and (f1, recall, precision, exact) == f1_overlap(other, one)
-    assert f1_overlap(one, f"The {one.upper()}!?")[0] == f1_overlap(one, one.upper())[0]
+    if set(f1_words(one.upper())) - {"a", "an", "the"}:
+        assert f1_overlap(one, f"The {one.upper()}!?")[0] == f1_overlap(one, one.upper())[0]
     assert f1_overlap(one, one) == (1.0, 1.0, 1.0, 1.0)
 
 
@@ -174,6 +180,11 @@ CHOOSES_C = [
     "Option A is incorrect. Option C is correct. Option D is too small.",
     "The answer is A. Wait, no: the answer is C",
     "<think>the answer is A</think>Answer: C",
+    *("The answer is (C) and (A) is wrong", "The answer is C and B is wrong", "the answer is C, B isn't"),
+    *("The answer is not A. It is C.", "The answer is not A but C.", "I'm confident that it's C.", "Therefore, C."),
+    "The answer is C\nNote: option A is the best known.",
+    "I think the answer is B. Wait, A is wrong. So final: C",
+    "Hence (C).",
 ]
 
 
@@ -188,6 +199,7 @@ def test_gpqa_finds_the_chosen_letter(response):
     "response",
     [
         *("The answer is A or C", "The answer is C and D", "(A) or (C)", "Answer: A, C", "Both (A) and (C) fit"),
+        *("It is A good question", "So C and D remain"),
         *("I do not know", "Vitamin C is a vitamin", "The answer isn't C", "A C-rich diet", "", "Option C looks odd"),
         *("The answer is G", r"\boxed{}", r"\boxed{C or D}"),
     ],
@@ -248,4 +260,6 @@ def test_gpqa_is_quick_on_a_text_that_repeats_itself():
     start = time.perf_counter()
     for part in ("answer = ", "answer is ", "the correct ", "(A) ", "A, B, ", "   \n", "option A or "):
         registry.load("gpqa")(part * 20_000, "C", {})
+    for blanks in (" ", "\n", " \n", "\t \n\n"):
+        registry.load("gpqa")("The answer is" + blanks * 20_000 + ".", "C", {})
     assert time.perf_counter() - start < 10

@@ -31,7 +31,7 @@ SCORES = ("all", "fraction")
 SCORE_VARIABLE, SANDBOX_VARIABLE = "VIME_CODE_SCORE", "VIME_CODE_SANDBOX"
 """What of the run's settings reaches the graders' processes, by environment."""
 
-_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*(?:<[^>\n]*>[ \t]*)?$", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^([ \t]*)```[^\n`]*\n(.*?)^[ \t]*```[ \t]*(?:<[^>\n]*>[ \t]*)?$", re.DOTALL | re.MULTILINE)
 """The closing fence may stand before the token that ends a turn, where responses are written with these."""
 
 _FENCE = re.compile(r"^[ \t]*```", re.MULTILINE)
@@ -63,11 +63,13 @@ def grade_answer(answer: str, label: str | None, metadata: Mapping[str, Any]) ->
 
 
 def last_block(text: str) -> str | None:
-    """The content of the last fenced block; None where there is none, or where it was not finished."""
+    """The content of the last fenced block, indented as its fence is; None where there is none, or where it was not
+    finished."""
     blocks = list(_BLOCK.finditer(text))
     if not blocks or _FENCE.search(text, blocks[-1].end()):
         return None
-    return blocks[-1][1]
+    indentation, content = blocks[-1].groups()
+    return re.sub(rf"(?m)^[ \t]{{1,{len(indentation)}}}", "", content) if indentation else content
 
 
 async def check_sandbox(setting: str) -> None:
@@ -103,9 +105,10 @@ class _Terms:
             memory_bytes=int(_positive(metadata, "memory_limit_mib", _MEMORY_LIMIT_MIB) * (1 << 20)),
         )
 
-    def limits(self, left_s: float) -> Limits:
-        wall_s = min(_WALL_FACTOR * self.time_limit_s, left_s)
-        return Limits(wall_s=wall_s, cpu_s=self.time_limit_s, memory_bytes=self.memory_bytes)
+    def limits(self, tests: int, left_s: float) -> Limits:
+        """Of so many tests that run as one."""
+        cpu_s = tests * self.time_limit_s
+        return Limits(wall_s=min(_WALL_FACTOR * cpu_s, left_s), cpu_s=cpu_s, memory_bytes=self.memory_bytes)
 
 
 async def _run(program: str, tests: Sequence[Test], terms: _Terms, start: float) -> Grade:
@@ -125,7 +128,7 @@ async def _run(program: str, tests: Sequence[Test], terms: _Terms, start: float)
                 )
             if left_s < terms.time_limit_s:
                 break
-            result = await test.run(program, sandbox, terms.limits(left_s))
+            result = await test.run(program, sandbox, terms.limits(test.count, left_s))
             failure = test.failure(result)
             if failure is None:
                 passed += 1
@@ -146,7 +149,7 @@ def _together(tests: Sequence[Test]) -> Sequence[Test]:
     checks = [test for test in tests if isinstance(test, Check)]
     if len(checks) != len(tests):
         return tests
-    return [Check("\n".join(check.code for check in checks), checks[0].word)]
+    return [Check("\n".join(check.code for check in checks), checks[0].word, count=len(checks))]
 
 
 def _was_slow(failures: Sequence[str]) -> bool:

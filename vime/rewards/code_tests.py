@@ -25,11 +25,16 @@ from vime.sandbox import Limits, Outcome, Result, Sandbox
 _PROGRAM = "solution.py"
 _COMMAND = ("python3", "-u")
 _CHECK = """\
+import os
+os.dup2(0, 99, inheritable=False)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+del os
 import solution
 globals().update((name, value) for name, value in vars(solution).items() if not name.startswith("__"))
 {check}
-__import__("sys").stdout.write("\\n" + __import__("sys").stdin.readline())
+__import__("sys").stdout.write("\\n" + __import__("os").fdopen(99).readline())
 """
+"""The program finds nothing on standard input, which would otherwise hold the word."""
 
 
 class BadTests(ValueError):
@@ -37,6 +42,10 @@ class BadTests(ValueError):
 
 
 class Test(Protocol):
+    @property
+    def count(self) -> int:
+        """How many tests of the row it is."""
+
     async def run(self, program: str, sandbox: Sandbox, limits: Limits) -> Result: ...
 
     def failure(self, result: Result) -> str | None:
@@ -49,6 +58,7 @@ class Pair:
 
     stdin: str
     expected: str
+    count: int = 1
 
     async def run(self, program: str, sandbox: Sandbox, limits: Limits) -> Result:
         return await sandbox.run({_PROGRAM: program}, [*_COMMAND, _PROGRAM], self.stdin, limits)
@@ -63,12 +73,13 @@ class Pair:
 class Check:
     """Code that runs after the program, in its namespace, and raises where that is wrong.
 
-    A program that ends by itself before the end of the check has not passed it: at the end a word is printed that
-    nobody can know who does not read it from standard input.
+    A program that ends by itself before the end of the check has not passed it: at the end a word is printed, which
+    comes over a descriptor of its own. (A program that is written to cheat can find it, as it can read the check.)
     """
 
     code: str
     word: str
+    count: int = 1
 
     async def run(self, program: str, sandbox: Sandbox, limits: Limits) -> Result:
         files = {_PROGRAM: program, "check.py": _CHECK.format(check=self.code)}

@@ -47,6 +47,8 @@ def overlap(answer: str, right: str) -> tuple[float, float, float, float]:
     found, wanted = words(answer), words(right)
     equal = float(found == wanted)
     alone = {tuple(found), tuple(wanted)} & {(word,) for word in _ALONE}
+    if not wanted:  # a label of punctuation alone
+        equal = float(answer.strip() == right.strip())
     if alone or not found or not wanted:
         return equal, equal, equal, equal
     common = (Counter(found) & Counter(wanted)).total()
@@ -56,9 +58,9 @@ def overlap(answer: str, right: str) -> tuple[float, float, float, float]:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text that count."""
+    """The words of a text that count; articles do where there is nothing else."""
     kept = "".join(char for char in text.lower() if not _is_punctuation(char))
-    return _ARTICLES.sub(" ", kept).split()
+    return _ARTICLES.sub(" ", kept).split() or kept.split()
 
 
 def _is_punctuation(char: str) -> bool:

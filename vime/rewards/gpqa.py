@@ -23,7 +23,13 @@ SEVERAL = "?"
 _USUAL = 4  # choices of a question that does not say how many it has
 _MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed|fbox)\s*(?=\{)|\\[()\[\]!,]|[*_$`{}]")
 _LETTER = r"[(\[]?(?P<letter>[A-Z])[)\]]?(?![\w'’]|-\w)"
-_NEXT = re.compile(r"\s*(?:,|/|&|(?i:and|or)\b)\s*(?i:(?:option|choice)\s+)?[(\[]?[A-Z](?![\w'’])")
+_NEXT = re.compile(
+    r"\s*(?:,|/|&|(?i:and|or)\b)\s*(?i:(?:option|choice)\s+)?[(\[]?[A-Z][)\]]?+(?![\w'’])"
+    r"(?!\s(?i:is|was|isn['’]t|wasn['’]t|does|doesn['’]t|has|can|cannot|could|would|fails?|seems?|contradicts)\b)"
+)
+"""One more letter; not where it begins another sentence: "the answer is C and A is wrong"."""
+
+_END = r"(?=\s*(?:[.,;!?)\n]|$))"
 _IS = r"(?i:\s*(?:(?:is|was|are|would\s+be|must\s+be|should\s+be|[:：=]|->|→)\s*)+)"
 _NOUN = r"(?i:(?:the\s+|my\s+)?(?:(?:correct|right|best|final)\s+)?(?:option|choice|letter|answer)?\s*)"
 _STATEMENTS = (
@@ -31,7 +37,11 @@ _STATEMENTS = (
     rf"(?i:\b(?:correct|right|best)\s+(?:option|choice|one|letter)){_IS}{_NOUN}{_LETTER}",
     rf"(?i:\b(?:choose|pick|select)\s+(?:option|choice|answer)?\s*){_LETTER}",
     rf"(?:(?i:\b(?:option|choice|answer)\s+)|(?<![\w'’-])){_LETTER}\s+(?i:is|would\s+be)\s+"
-    r"(?i:(?:the\s+|my\s+)?(?:final\s+)?(?:correct|right|best|answer)\b)",
+    r"(?i:(?:the\s+|my\s+)?(?:final\s+)?(?:answer\b|(?:correct|right|best)"
+    rf"(?:{_END}|\s+(?:answer|option|choice|one|letter|because|since|as|for|here)\b)))",
+    rf"(?i:\banswers?){_IS}(?i:not\s+)[(\[]?[A-Z][)\]]?\s*,?\s*(?i:but\s+){_NOUN}{_LETTER}",
+    rf"(?i:\bit(?:['’]s|\s(?:is|must\sbe|should\sbe|would\sbe))\s){_NOUN}{_LETTER}{_END}",
+    rf"(?i:\b(?:therefore|thus|hence|so|final(?:\s(?:answer|choice))?)\s*[,:：]?\s){_NOUN}{_LETTER}{_END}",
 )
 _STATEMENT = re.compile("|".join(f"(?:{each.replace('letter', f'letter{i}')})" for i, each in enumerate(_STATEMENTS)))
 _LOWER_LINE = re.compile(r"(?im)\banswer\s*(?:is\s*|[:：]\s*)+\(?([a-z])\)?\s*\.?\s*$")
@@ -71,7 +81,7 @@ def chosen_letter(text: str, letters: str, choices: Mapping[str, str]) -> str | 
     boxed = last_boxed(text)
     if boxed is not None:
         return _of_box(boxed, letters, choices)
-    plain = _MARKUP.sub("", text)
+    plain = _flat(text)
     for found in (_stated(plain), _of_last_line(plain), _only_one(plain)):
         if found:
             return found if found in letters else None
@@ -79,12 +89,18 @@ def chosen_letter(text: str, letters: str, choices: Mapping[str, str]) -> str | 
 
 
 def _of_box(content: str, letters: str, choices: Mapping[str, str]) -> str | None:
-    plain = _MARKUP.sub("", content).strip()
+    plain = _flat(content).strip()
     whole = re.fullmatch(r"[(\[]?([A-Za-z])[)\]]?[.:]?", plain)
     if whole:
         return whole[1].upper() if whole[1].upper() in letters else None
     found = _stated(plain) or _of_last_line(plain)
     return found if found and found in letters else _of_text(content, choices)
+
+
+def _flat(text: str) -> str:
+    """Without markup and with runs of blanks as one: patterns that skip blanks then take time in proportion."""
+    blanks = re.sub(r"[^\S\n]+", " ", _MARKUP.sub("", text))
+    return re.sub(r"(?: ?\n ?)+", "\n", blanks)
 
 
 def _stated(plain: str) -> str | None:
