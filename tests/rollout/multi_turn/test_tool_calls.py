@@ -68,6 +68,7 @@ def test_llama_calls_after_the_tag_several_at_once_and_of_built_in_tools() -> No
     assert parse("Let me see.<|python_tag|>print(1)\n") == Said(
         content="Let me see.", calls=(ToolCall("python", {"code": "print(1)"}),)
     )
+    assert parse("<|python_tag|>search.call(at=(1, 2))").calls == (ToolCall("search", {"at": [1, 2]}),)
     code = "search.call(query=open('x').read())"  # no literals: it is code
     assert parse(f"<|python_tag|>{code}").calls == (ToolCall("python", {"code": code}),)
 
@@ -160,3 +161,16 @@ def test_no_parser_raises_whatever_a_model_writes(text: str) -> None:
         said = parse(text)
         for call in said.calls:
             assert isinstance(call, BadCall) or (isinstance(call.name, str) and isinstance(call.arguments, dict))
+
+
+@pytest.mark.parametrize(
+    "arguments", ["a={1}", "a=b'x'", "a=1j", "a=1e999", "a={(1, 2): 3}", "a=...", "**{'a': 1}", "a=1, a=2"]
+)
+def test_llama3_arguments_that_json_cannot_hold_are_told_to_the_model(arguments):
+    (call,) = PARSERS["llama3"](f"<|python_tag|>add.call({arguments})").calls
+    assert isinstance(call, BadCall) and "arguments of add" in call.error
+
+
+def test_a_number_that_no_float_holds_is_no_json():
+    (call,) = PARSERS["hermes"]('<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>').calls
+    assert isinstance(call, BadCall) and "1e999 is no JSON value" in call.error

@@ -64,7 +64,8 @@ class Client:
 @contextlib.asynccontextmanager
 async def serving(generator: Any, tokenizer: Any, params: SamplingParams = PARAMS, **options: Any) -> Any:
     context = options.pop("max_context", 2048)
-    endpoint = Endpoint(Speaker(generator, tokenizer, max_context=context), **options)
+    speaker = Speaker(generator, tokenizer, max_context=context, call_format=options.pop("call_format", None))
+    endpoint = Endpoint(speaker, **options)
     async with endpoint.session(params, "42-5") as session:
         client = Client(endpoint, session)
         async with client.openai:
@@ -225,6 +226,77 @@ async def test_a_call_that_cannot_be_read_stays_text(tokenizer):
     assert answer.message.content == '<tool_call>{"name": "add", </tool_call>'
 
 
+async def test_the_arguments_of_a_call_may_be_nothing_that_json_can_hold(tokenizer):
+    """The client makes a failed request again, and the model is asked for another answer: both would be trained."""
+    script = turns("<|python_tag|>add.call(a={1})<|im_end|>", ANSWER)
+    generator = ScriptedGenerator(tokenizer, script)
+    async with serving(generator, tokenizer, call_format="llama3") as client:
+        answer = (await client.ask(ASKED, tools=[ADD])).choices[0].message
+        assert (answer.content, answer.tool_calls) == ("<|python_tag|>add.call(a={1})", None)
+        await client.ask([*ASKED, answer.model_dump(exclude_none=True), {"role": "user", "content": "?"}], tools=[ADD])
+    (sample,) = client.samples()
+    assert trained(sample) == [token for answer in generator.answers["42-5"] for token in answer.token_ids]
+    assert tokenizer.decode(sample.tokens).count("1 + 2?") == 1
+
+
+@pytest.mark.parametrize("number", ["1e999", "[" * 400 + "]" * 400])
+async def test_nothing_that_the_model_writes_makes_a_request_fail(tokenizer, number):
+    call = f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call><|im_end|>'
+    async with serving(ScriptedGenerator(tokenizer, turns(call)), tokenizer, max_context=9000) as client:
+        await client.ask(ASKED, tools=[ADD])
+    assert len(client.samples()) == 1
+
+
+@pytest.mark.parametrize(
+    "schema", [{"properties": None}, {"required": None}, {"properties": {"a": 5, "b": {"enum": 3}}}]
+)
+async def test_a_tool_may_have_any_schema(tokenizer, schema):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", **schema}}}
+    async with serving(ScriptedGenerator(tokenizer, turns(CALL)), tokenizer) as client:
+        (call,) = (await client.ask(ASKED, tools=[tool])).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_half_a_character_in_a_call_is_replaced_because_no_client_can_send_it_back(tokenizer, stream):
+    call = r'<tool_call>{"name": "add\ud83d", "arguments": {"a": "x\ud83d"}, "id": "\ud83d"}</tool_call><|im_end|>'
+    async with serving(ScriptedGenerator(tokenizer, turns(call)), tokenizer) as client:
+        if stream:
+            chunks = [chunk async for chunk in await client.ask(ASKED, tools=[ADD], stream=True)]
+            (made,) = next(deltas for chunk in chunks if (deltas := chunk.choices[0].delta.tool_calls))
+        else:
+            answer = (await client.ask(ASKED, tools=[ADD])).choices[0].message
+            (made,) = answer.tool_calls
+            await client.ask([*ASKED, answer.model_dump(exclude_none=True), RESULT], tools=[ADD])
+    assert (made.id, made.function.name, made.function.arguments) == ("000000000", "add?", '{"a": "x?"}')
+    assert len(client.samples()) == 1
+
+
+async def test_half_a_character_in_a_request_is_replaced(tokenizer):
+    async with serving(ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer) as client:
+        assert (await client.post({"messages": [{"role": "user", "content": "1 \ud83d 2"}]}))[0] == 200
+    assert "1 ? 2" in tokenizer.decode(client.samples()[0].tokens)
+
+
+async def test_a_failure_of_ours_is_told_as_the_api_tells_errors(tokenizer, monkeypatch):
+    async with serving(ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer) as client:
+        monkeypatch.setattr(client.session, "chat", lambda request: 1 / 0)
+        status, answer = await client.post({"messages": ASKED})
+    assert (status, answer["error"]["type"]) == (500, "server_error")
+    assert answer["error"]["message"] == "ZeroDivisionError: division by zero"
+
+
+async def test_an_engine_that_answers_nothing_has_failed_and_nothing_is_recorded(tokenizer):
+    async with serving(ScriptedGenerator(tokenizer, turns(ANSWER, "", ANSWER)), tokenizer) as client:
+        answer = (await client.ask(ASKED)).choices[0].message.model_dump(exclude_none=True)
+        more = [*ASKED, answer, {"role": "user", "content": "Sure?"}]
+        with pytest.raises(openai.InternalServerError, match="answered without a token"):
+            await client.ask(more)
+        await client.ask(more)
+    (sample,) = client.samples()
+    assert tokenizer.decode(trained(sample)) == ANSWER * 2
+
+
 async def test_a_call_that_nobody_offered_stays_text(tokenizer):
     async with serving(ScriptedGenerator(tokenizer, turns(CALL)), tokenizer) as client:
         answers = [
@@ -347,6 +419,8 @@ async def test_the_server_is_there_while_a_session_is_open(tokenizer):
         ({"messages": []}, "messages must be a list of at least one message"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "the last message is the assistant's"),
         ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role must be"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}, *ASKED]}, "messages[0].tool_calls must be a list"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]}, "if any, a schema"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be a text, or parts of type text"),
     ],
 )

@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -153,7 +155,11 @@ def _refused(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON value")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refused)
+def _finite(text: str) -> float:
+    return float(text) if math.isfinite(float(text)) else _refused(text)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refused, parse_float=_finite)
 UNREADABLE = (ValueError, RecursionError, MemoryError)
 """What parsers raise for texts that nest too deeply, or have numbers of too many digits."""
 
@@ -170,7 +176,9 @@ def _call_of(value: Any, text: str) -> ToolCall | BadCall:
         except UNREADABLE as error:
             return BadCall(text, f"the arguments of {value['name']} are not valid JSON ({_reason(error)}); {_WRITE}")
     if not isinstance(arguments, dict):
-        return BadCall(text, f"the arguments of {value['name']} must be an object, not {arguments!r}; {_WRITE}")
+        return BadCall(
+            text, f"the arguments of {value['name']} must be an object, not {reprlib.repr(arguments)}; {_WRITE}"
+        )
     identity = value.get("id")
     return ToolCall(value["name"], arguments, identity if isinstance(identity, str) else None)
 
@@ -201,7 +209,7 @@ def _json_values(text: str) -> list[ToolCall | BadCall]:
     return calls
 
 
-def _builtin_call(text: str) -> ToolCall | None:
+def _builtin_call(text: str) -> ToolCall | BadCall | None:
     """``name.call(key="value")``; None: it is something else."""
     try:
         node = ast.parse(text, mode="eval").body
@@ -209,15 +217,22 @@ def _builtin_call(text: str) -> ToolCall | None:
         return None
     match node:
         case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="call"), args=[], keywords=keywords):
-            return _with_literals(name, keywords)
+            return _with_literals(name, keywords, text)
     return None
 
 
-def _with_literals(name: str, keywords: Sequence[ast.keyword]) -> ToolCall | None:
+def _with_literals(name: str, keywords: Sequence[ast.keyword], text: str) -> ToolCall | BadCall | None:
+    """Arguments as JSON has them: tuples are lists, and sets, bytes or numbers without end are nothing."""
     try:
-        return ToolCall(name, {str(each.arg): ast.literal_eval(each.value) for each in keywords})
+        values = {each.arg: ast.literal_eval(each.value) for each in keywords if each.arg is not None}
     except (TypeError, *UNREADABLE):
         return None
+    if len(values) < len(keywords):
+        return BadCall(text, f"the arguments of {name} must each be named, once: {name}.call(key=value)")
+    try:
+        return ToolCall(name, _DECODER.decode(json.dumps(values, allow_nan=False)))
+    except (TypeError, *UNREADABLE) as error:
+        return BadCall(text, f"JSON cannot hold the arguments of {name} ({_reason(error)})")
 
 
 def _mistral(text: str) -> _Found:

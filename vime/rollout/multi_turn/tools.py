@@ -226,8 +226,8 @@ def checked_arguments(arguments: Mapping[str, Any], schema: Schema) -> dict[str,
     Raises:
         BadArguments: one is missing, unknown, or of another type.
     """
-    properties: Mapping[str, Any] = schema.get("properties", {})
-    missing = [name for name in schema.get("required", ()) if name not in arguments]
+    properties: Mapping[str, Any] = schema.get("properties") or {}
+    missing = [name for name in schema.get("required") or () if name not in arguments]
     unknown = [name for name in arguments if name not in properties and not schema.get("additionalProperties")]
     if missing or unknown:
         problems = [*(f"{name} is missing" for name in missing), *(f"{name} is unknown" for name in unknown)]

@@ -12,6 +12,7 @@ which they were sampled.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -71,6 +72,13 @@ class Transcript:
         found._versions = list(versions) or [None] * length
         found._turns = _turns_of(sample.metadata, mask, found._prompt_length)
         return found
+
+    def copy(self) -> Transcript:
+        """Another with the same content; what is added to one is not in the other."""
+        other = copy.copy(self)
+        other._tokens, other._mask, other._log_probs = self._tokens[:], self._mask[:], self._log_probs[:]
+        other._versions, other._turns = self._versions[:], self._turns[:]
+        return other
 
     def __len__(self) -> int:
         return len(self._tokens)

@@ -154,6 +154,19 @@ def read_request(body: Any, params: SamplingParams, *, ignores_sampling: bool = 
     )
 
 
+def whole_characters(value: Any) -> Any:
+    """A JSON value without halves of characters (surrogates): JSON can name them, and models do, but neither tokenizers
+    nor HTTP take them."""
+    match value:
+        case str():
+            return value.encode(errors="replace").decode()
+        case list():
+            return [whole_characters(each) for each in value]
+        case dict():
+            return {whole_characters(name): whole_characters(each) for name, each in value.items()}
+    return value
+
+
 def key_of(message: Mapping[str, Any]) -> Key:
     """Clients send answers back with fields left out, white space trimmed and arguments written anew."""
     calls = tuple(_call_key(call) for call in message.get("tool_calls") or ())
@@ -167,7 +180,7 @@ def _call_key(call: Mapping[str, Any]) -> Key:
     function = call["function"]
     try:
         arguments = json.dumps(json.loads(function["arguments"]), sort_keys=True)
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = function["arguments"]
     return (call.get("id"), function["name"], arguments)
 
@@ -213,7 +226,7 @@ def _message(value: Any, where: str) -> Message:
         if isinstance(value.get(name), str):
             message[name] = value[name]
     if role == "assistant" and value.get("tool_calls"):
-        message["tool_calls"] = [_call(each, where) for each in value["tool_calls"]]
+        message["tool_calls"] = _calls(value["tool_calls"], where)
     return message
 
 
@@ -225,6 +238,12 @@ def _text(content: Any, where: str) -> str:
     if not isinstance(content, str):
         raise Refused(f"{where}.content must be a text, or parts of type text", param=where)
     return content
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise Refused(f"{where}.tool_calls must be a list", param=where)
+    return [_call(each, where) for each in value]
 
 
 def _call(value: Any, where: str) -> dict[str, Any]:
@@ -242,7 +261,7 @@ def _call(value: Any, where: str) -> dict[str, Any]:
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     tools, choice = body.get("tools", []), body.get("tool_choice", "auto")
     if not isinstance(tools, list) or not all(_is_function(tool) for tool in tools):
-        raise Refused("tools must be a list of functions, each with a name", param="tools")
+        raise Refused("tools must be a list of functions, each with a name and, if any, a schema", param="tools")
     if choice not in ("auto", "none"):
         raise Refused(f"tool_choice {json.dumps(choice)} is not offered here: give auto or none", param="tool_choice")
     return tools
@@ -254,6 +273,7 @@ def _is_function(tool: Any) -> bool:
         and tool.get("type") == "function"
         and isinstance(tool.get("function"), dict)
         and isinstance(tool["function"].get("name"), str)
+        and isinstance(tool["function"].get("parameters") or {}, dict)
     )
 
 

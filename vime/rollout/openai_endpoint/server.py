@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from vime.rollout.openai_endpoint.protocol import Answer, ChatRequest, Refused, read_request
+from vime.rollout.multi_turn.tool_calls import UNREADABLE
+from vime.rollout.openai_endpoint.protocol import Answer, ChatRequest, Refused, read_request, whole_characters
 from vime.rollout.openai_endpoint.session import Session, Speaker
 from vime.types import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 MODEL = "vime"
 """The name that ``/v1/models`` gives the model; requests may give any."""
@@ -106,8 +110,8 @@ class Endpoint:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session_of(request)
         try:
-            body = json.loads(await request.read())
-        except ValueError as error:
+            body = whole_characters(json.loads(await request.read()))
+        except UNREADABLE as error:
             raise Refused(f"the body of the request is not JSON: {error}") from error
         wanted = read_request(body, session.params, ignores_sampling=self._ignores_sampling)
         answer = await session.chat(wanted)
@@ -139,6 +143,14 @@ async def _errors(
         return await handler(request)
     except Refused as error:
         return web.json_response(error.body(), status=error.status)
-    except web.HTTPNotFound:
-        refused = Refused(f"there is no {request.method} {request.path} here, only chat/completions and models")
-        return web.json_response(refused.body(), status=404)
+    except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
+        refused = f"there is no {request.method} {request.path} here, only chat/completions and models"
+        return web.json_response(Refused(refused, status=error.status).body(), status=error.status)
+    except web.HTTPException as error:
+        return web.json_response(Refused(error.reason, status=error.status).body(), status=error.status)
+    except ConnectionError:  # nobody is there to be told
+        raise
+    except Exception as error:
+        logger.exception("a request of an agent failed")
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return web.json_response(Refused(told, status=500).body(), status=500)

@@ -3,7 +3,7 @@
 A request whose messages go on where an answer of ours ended continues its transcript: the tokens that were sampled stay
 as they are, and what the agent added is appended. Any other request begins a transcript of its own: the agent has
 edited the history, or it leads several dialogues. Nothing is recorded of a request until its answer is complete, so one
-that fails may be made again.
+that fails may be made again. Nothing that the model writes makes a request fail.
 """
 
 from __future__ import annotations
@@ -12,21 +12,27 @@ import asyncio
 import contextlib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from vime.data.chat import ChatTemplate
-from vime.errors import UserError
+from vime.errors import EngineError, UserError
 from vime.ports import Generator
 from vime.rollout.multi_turn import BadCall, Said, ToolCall, Transcript, TurnTemplate
-from vime.rollout.multi_turn.tool_calls import Parser, format_of, parser_of
-from vime.rollout.multi_turn.tools import BadArguments, checked_arguments
+from vime.rollout.multi_turn.tool_calls import UNREADABLE, Parser, format_of, parser_of
+from vime.rollout.multi_turn.tools import checked_arguments
 from vime.rollout.multi_turn.transcript import METADATA_KEY
-from vime.rollout.openai_endpoint.protocol import Answer, ChatRequest, Key, Refused, key_of
+from vime.rollout.openai_endpoint.protocol import Answer, ChatRequest, Key, Refused, key_of, whole_characters
 from vime.types import Generation, Message, Sample, SamplingParams, Status, derive_seed
 
 Kept = Literal["all", "longest"]
+
+_Asked: TypeAlias = tuple[tuple[Key, ...], str]  # messages and tools of a request, by which its repetition is known
+
+
+_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 class Speaker:
@@ -133,19 +139,18 @@ class Session:
 
     Attributes:
         interrupted: set once the engines were told to stop: what the agent still does is in vain.
-        failure: what the engines raised, until they answer again.
     """
 
     def __init__(self, speaker: Speaker, id: str, params: SamplingParams, session_id: str) -> None:  # noqa: A002
         self.id = id
         self.params = params
         self.interrupted = asyncio.Event()
-        self.failure: Exception | None = None
         self._speaker = speaker
         self._session_id = session_id
         self._dialogues: list[Dialogue] = []
         self._numbers = itertools.count()
-        self._full = False  # a first prompt left no room
+        self._failures: dict[_Asked, Exception] = {}
+        self._full = False  # there was no room for an answer, and none has been asked for and given since
 
     async def chat(self, request: ChatRequest) -> Answer:
         """Answers a request and records it.
@@ -153,7 +158,7 @@ class Session:
         Raises:
             Refused: it cannot be answered.
         """
-        keys, tools = request.keys, json.dumps(request.tools, sort_keys=True)
+        keys, tools, was_full = request.keys, json.dumps(request.tools, sort_keys=True), self._full
         dialogue = self._continued(keys, tools)
         if dialogue is None:
             transcript, said = Transcript(self._speaker.prompt(request)), list[int]()
@@ -163,15 +168,14 @@ class Session:
             said = self._speaker.between(dialogue.transcript.turn(-1), new)
         dialogue.busy = True
         try:
-            given = (*dialogue.transcript.tokens, *said)
-            generation = await self._generated(given, self._wanted(request, dialogue, len(said)), dialogue)
+            wanted = self._wanted(request, dialogue, len(said))
+            transcript, generation = await self._followed(dialogue.transcript, said, wanted, (tuple(keys), tools))
         finally:
             dialogue.busy = False
-        dialogue.transcript.said(said)
-        dialogue.transcript.sampled(generation, given)
-        answer = self._answer(request, dialogue, generation, len(given))
-        dialogue.messages = [*keys, key_of(answer.message)]
-        dialogue.finish_reason = generation.finish_reason
+        answer = self._answer(request, dialogue.number, transcript, generation)
+        dialogue.transcript, dialogue.messages = transcript, [*keys, key_of(answer.message)]
+        dialogue.finish_reason, dialogue.full = generation.finish_reason, False
+        self._full = self._full and not was_full
         if dialogue not in self._dialogues:
             self._dialogues.append(dialogue)
         return answer
@@ -186,8 +190,13 @@ class Session:
 
     @property
     def is_full(self) -> bool:
-        """Whether a request was refused because there was no room for an answer."""
-        return self._full or any(dialogue.full for dialogue in self._dialogues)
+        """Whether a request was refused because there was no room for an answer, and no later one was answered."""
+        return self._full
+
+    @property
+    def failure(self) -> Exception | None:
+        """What the engines raised for a request, unless that was made again and answered."""
+        return next(iter(self._failures.values()), None)
 
     def _continued(self, keys: list[Key], tools: str) -> Dialogue | None:
         found = [dialogue for dialogue in self._dialogues if dialogue.goes_on(keys, tools)]
@@ -218,30 +227,39 @@ class Session:
         stop = (*params.stop, *request.stop)
         return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most), stop=stop, seed=seed)
 
-    async def _generated(self, given: tuple[int, ...], params: SamplingParams, dialogue: Dialogue) -> Generation:
+    async def _followed(
+        self, transcript: Transcript, said: list[int], params: SamplingParams, asked: _Asked
+    ) -> tuple[Transcript, Generation]:
+        """A transcript, followed by what the agent said and what the engines answered."""
+        transcript = transcript.copy()
+        transcript.said(said)
+        given = transcript.tokens
         try:
             generation = await self._speaker.generator.generate(given, params, session_id=self._session_id)
+            if generation.finish_reason != "abort":
+                transcript.sampled(generation, given)
+                if not transcript.in_turn:
+                    raise EngineError("an engine answered without a token")
         except Exception as error:  # whatever the engines' client raises
-            self.failure = error
+            self._failures[asked] = error
             raise Refused(f"the engines failed: {error}", status=502) from error
-        self.failure = None
+        self._failures.pop(asked, None)
         if generation.finish_reason == "abort":
             self.interrupted.set()
             raise Refused("generation was interrupted", status=503)
-        return generation
+        return transcript, generation
 
-    def _answer(self, request: ChatRequest, dialogue: Dialogue, generation: Generation, given: int) -> Answer:
-        turn = dialogue.transcript.turn(-1)
-        said, text = self._speaker.said(turn, (*self.params.stop, *request.stop))
-        number = len(dialogue.transcript.turns) - 1
+    def _answer(self, request: ChatRequest, dialogue: int, transcript: Transcript, generation: Generation) -> Answer:
+        said, text = self._speaker.said(transcript.turn(-1), (*self.params.stop, *request.stop))
+        number = len(transcript.turns) - 1
         message = _message(said, text, request.tools if request.may_call else [], number)
         finish = "tool_calls" if "tool_calls" in message else generation.finish_reason
         return Answer(
-            id=f"chatcmpl-{self._session_id}-{dialogue.number}-{number}",
+            id=f"chatcmpl-{self._session_id}-{dialogue}-{number}",
             model=request.model,
             message=message,
             finish_reason=finish,
-            prompt_tokens=given,
+            prompt_tokens=len(transcript) - len(generation.token_ids),
             completion_tokens=len(generation.token_ids),
         )
 
@@ -255,7 +273,8 @@ class Session:
 
 def _message(said: Said, text: str, tools: list[dict[str, Any]], turn: int) -> Message:
     """The assistant's message. Calls that cannot be read, and those nobody offered tools for, stay text."""
-    calls = [call for call in said.calls if isinstance(call, ToolCall)] if tools else []
+    made = enumerate(call for call in said.calls if isinstance(call, ToolCall))
+    calls = list(filter(None, (_call(call, tools, turn, position) for position, call in made))) if tools else []
     unread = [call.text for call in said.calls if isinstance(call, BadCall)]
     if said.calls and not calls:
         content = text.rpartition("</think>")[2].strip()
@@ -265,16 +284,21 @@ def _message(said: Said, text: str, tools: list[dict[str, Any]], turn: int) -> M
     if said.reasoning:
         message["reasoning_content"] = said.reasoning
     if calls:
-        message["tool_calls"] = [_call(call, tools, turn, position) for position, call in enumerate(calls)]
-    return message
+        message["tool_calls"] = calls
+    whole: Message = whole_characters(message)
+    return whole
 
 
-def _call(call: ToolCall, tools: list[dict[str, Any]], turn: int, position: int) -> dict[str, Any]:
-    """Mistral's template wants ids of nine letters and digits."""
+def _call(call: ToolCall, tools: list[dict[str, Any]], turn: int, position: int) -> dict[str, Any] | None:
+    """A call as the API has it; None where JSON cannot hold its arguments. Mistral's template wants ids of nine letters
+    and digits."""
     arguments = dict(call.arguments)
     schema = next((tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == call.name), None)
-    with contextlib.suppress(BadArguments):  # the agent says what is wrong with them
+    with contextlib.suppress(TypeError, *UNREADABLE):  # the agent says what is wrong with them, or with its schema
         arguments = checked_arguments(arguments, schema) if schema else arguments  # texts, in some formats
-    written = json.dumps(arguments, ensure_ascii=False)
-    identity = call.id or f"{turn:05d}{position:04d}"
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (TypeError, *UNREADABLE):
+        return None
+    identity = call.id if call.id and _ID.fullmatch(call.id) else f"{turn:05d}{position:04d}"
     return {"id": identity, "type": "function", "function": {"name": call.name, "arguments": written}}
