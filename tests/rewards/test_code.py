@@ -109,6 +109,13 @@ def test_without_a_finished_last_block_there_is_no_answer(response):
     assert (grade_.score, grade_.status) == (0.0, GradeStatus.INVALID)
 
 
+def test_a_hundred_thousand_fences_are_read_in_no_time():
+    start = time.monotonic()
+    assert last_block("```x\n" * 100_000) is None
+    assert last_block("```x\n" * 100_000 + "```") == "```x\n" * 99_999
+    assert time.monotonic() - start < 2
+
+
 def test_in_a_dialogue_the_last_turn_counts_before_what_others_said():
     dialogue = f"{answer(SUM)}\nuser\nLook at:\n```\nprint(0)\n```\nassistant\n"
     last = {"tests": PAIRS, "multi_turn": {"answer": answer(SUM)}}

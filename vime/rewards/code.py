@@ -31,10 +31,10 @@ SCORES = ("all", "fraction")
 SCORE_VARIABLE, SANDBOX_VARIABLE = "VIME_CODE_SCORE", "VIME_CODE_SANDBOX"
 """What of the run's settings reaches the graders' processes, by environment."""
 
-_BLOCK = re.compile(r"^([ \t]*)```[^\n`]*\n(.*?)^[ \t]*```[ \t]*(?:<[^>\n]*>[ \t]*)?$", re.DOTALL | re.MULTILINE)
-"""The closing fence may stand before the token that ends a turn, where responses are written with these."""
+_FENCE = re.compile(r"^(?P<indent>[ \t]*)```(?P<behind>[^\n`]*)(?:\n|\Z)", re.MULTILINE)
+_CLOSES = re.compile(r"\s*(<[^>]*>\s*)?")
+"""What may stand behind a closing fence: the token that ends a turn, where responses are written with these."""
 
-_FENCE = re.compile(r"^[ \t]*```", re.MULTILINE)
 _TIME_LIMIT_S, _MEMORY_LIMIT_MIB = 2.0, 512.0
 _WALL_FACTOR = 3.0  # a busy machine is not the program's fault
 _RESERVE = 0.15  # of the deadline, for all that is not a test
@@ -65,11 +65,18 @@ def grade_answer(answer: str, label: str | None, metadata: Mapping[str, Any]) ->
 def last_block(text: str) -> str | None:
     """The content of the last fenced block, indented as its fence is; None where there is none, or where it was not
     finished."""
-    blocks = list(_BLOCK.finditer(text))
-    if not blocks or _FENCE.search(text, blocks[-1].end()):
-        return None
-    indentation, content = blocks[-1].groups()
-    return re.sub(rf"(?m)^[ \t]{{1,{len(indentation)}}}", "", content) if indentation else content
+    last, opened = None, None
+    for fence in _FENCE.finditer(text):
+        if opened is None:
+            opened = fence
+        elif _CLOSES.fullmatch(fence["behind"]):
+            last, opened = _unindented(text[opened.end() : fence.start()], len(opened["indent"])), None
+    return last if opened is None else None
+
+
+def _unindented(text: str, width: int) -> str:
+    """Without the white space that its fence has before it."""
+    return re.sub(rf"(?m)^[ \t]{{1,{width}}}", "", text) if width else text
 
 
 async def check_sandbox(setting: str) -> None:
