@@ -96,7 +96,7 @@ def _sample(outcome: Outcome, training: Training, sample: TrainSample, group: Gr
         return [f"it does not belong to group {sample.group_index}"]
     if sample.trained_tokens == 0:
         return []  # it keeps the place of one that failed or has no grade
-    return [*_tokens(outcome, sample), *_prompt_and_reward(outcome, sample, group)]
+    return [*_tokens(outcome, sample), *_prompt_and_reward(outcome, sample, group), *_values(outcome, sample)]
 
 
 def _prompt_and_reward(outcome: Outcome, sample: TrainSample, group: Group) -> Iterator[str]:
@@ -135,6 +135,12 @@ def _tokens(outcome: Outcome, sample: TrainSample) -> Iterator[str]:
             continue
         return
     yield from _ending(outcome, sample, response)
+
+
+def _values(outcome: Outcome, sample: TrainSample) -> Iterator[str]:
+    values = sample.scores.values
+    if ("critic" in outcome.scenario.features) != (values is not None and len(values) == sample.response_length):
+        yield f"the values of its {sample.response_length} tokens are {values}"
 
 
 def _ending(outcome: Outcome, sample: TrainSample, response: Sequence[int]) -> Iterator[str]:

@@ -20,9 +20,10 @@ from tests.simulation.graders import FakeGraders
 from tests.simulation.scenario import Scenario
 from tests.simulation.servers import ROUTER, FakeCluster, MakeEngine
 from tests.simulation.texts import Tokenizer
-from tests.simulation.trainer import Checkpoint, FakeCheckpoints, FakeLedger, FakeTrainer
-from tests.simulation.world import Devices, Evaluation, Event, History, World
+from tests.simulation.trainer import Checkpoint, FakeCheckpoints, FakeCritic, FakeLedger, FakeTrainer
+from tests.simulation.world import Devices, Evaluation, Event, History, World, mixed
 from vime import async_loop, loop
+from vime.actor_critic import ActorCritic
 from vime.cluster.supervision import HealthChecks, Supervisor, supervised
 from vime.cluster.turns import Turns
 from vime.cluster.weights import GroupWeightSync
@@ -54,7 +55,7 @@ class Outcome:
     scenario: Scenario
     history: History
     trace: list[Event]
-    weights: int  # of the trainer, in the end
+    weights: int  # of actor and critic, in the end
     state: dict[str, Any]  # what a checkpoint of the end would say of source and rollouts
     problems: list[str] = field(default_factory=list)  # how it went wrong as a whole: stopped, an error, left-overs
 
@@ -80,7 +81,7 @@ def simulate(scenario: Scenario, driver_type: type[Driver] | None = None) -> Out
         scenario=scenario,
         history=world.history,
         trace=world.trace,
-        weights=driver.trainer.weights,
+        weights=mixed(driver.trainer.weights, driver.critic.weights),
         state=driver.state,
         problems=problems,
     )
@@ -104,7 +105,9 @@ class Driver:
         capacity_gib = world.chance.pick((16, 24, 32), "memory") if shared else None
         world.devices = Devices(scenario.engines, capacity_gib)
         self.turns = Turns(self.trainer, trainer_leaves=shared, engines_sleep=shared)  # type: ignore[arg-type]
-        self.checkpoints = FakeCheckpoints(world, self.trainer, self.turns, self._driver_state)
+        critic_weights = checkpoint.critic_weights if checkpoint is not None else derive_seed("critic", scenario.seed)
+        self.critic = FakeCritic(world, critic_weights)
+        self.checkpoints = FakeCheckpoints(world, self.trainer, self.critic, self.turns, self._driver_state)
         self.cluster = FakeCluster(world, scenario.engines, scenario.faults, self.make_engine)
         self.source = self.make_source()
         self.versions = WeightHistory()
@@ -216,7 +219,9 @@ class Driver:
         )
         self.world.tell("start", first=self._start)
         train = async_loop.train if config.asynchrony.asynchronous else loop.train
-        await train(schedule, self.rollouts, self.turns, self.weights, self.checkpoints, _Report(self.world))
+        has_critic = "critic" in self.scenario.features
+        learner = ActorCritic(self.turns, self.critic, actor_scores=False) if has_critic else self.turns
+        await train(schedule, self.rollouts, learner, self.weights, self.checkpoints, _Report(self.world))
         self.state = self._driver_state()
         self.world.tell("finished", weights=self.trainer.weights)
 

@@ -86,7 +86,7 @@ FEATURES = (
     *("sync", "async", "async without staleness", "fully async"),
     *("wait", "drop", "mask"),
     *("shuffled", "dynamic", "over-sampling", "partial", "masked", "in order"),
-    *("evaluation", "episodes", "shared devices", "fault tolerant"),
+    *("evaluation", "episodes", "shared devices", "critic", "fault tolerant"),
 )
 """What runs have, or have not."""
 
@@ -119,8 +119,8 @@ def scenario_of(seed: int) -> Scenario:
         partial = choose("partial", 0.6, "--partial-rollout")
         if partial:
             choose("masked", 0.4, "--mask-offpolicy-in-partial-rollout")
-    if "sync" in features:
-        choose("shared devices", 0.4, "")
+    if "sync" not in features or not choose("shared devices", 0.4, ""):
+        choose("critic", 0.2, "")
     tolerant = choose("fault tolerant", 0.5, "--use-fault-tolerance")
     return Scenario(
         seed=seed,

@@ -17,7 +17,7 @@ from tests.simulation.clock import TICK
 from tests.simulation.engines import log_prob, prefix_of
 from tests.simulation.world import History, Synced, Training, World, mixed
 from vime.cluster.turns import Turns
-from vime.types import RolloutBatch, TrainResult, TrainSample, WeightVersion, derive_seed
+from vime.types import RolloutBatch, TokenScores, TrainResult, TrainSample, WeightVersion, derive_seed
 from vime.weights.plan import WeightPlan
 
 MEMORY_GIB = {"parameters": 4, "rest": 8}
@@ -84,11 +84,32 @@ class FakeTrainer:
         await asyncio.sleep(self._world.chance.seconds(0.1, 2, "saving", self.trainings))
 
 
+class FakeCritic:
+    """Implements ``ports.ScoringTrainer`` on devices of its own."""
+
+    def __init__(self, world: World, weights: int) -> None:
+        self._world = world
+        self.weights = weights
+
+    async def score(self, batch: RolloutBatch) -> dict[int, TokenScores]:
+        await asyncio.sleep(self._world.chance.seconds(0.1, 1, "scoring", batch.rollout_id))
+        return {sample.index: TokenScores(values=values_of(sample, self.weights)) for sample in batch.samples}
+
+    async def train(self, batch: RolloutBatch) -> TrainResult:
+        await asyncio.sleep(self._world.chance.seconds(0.5, 4, "training of the critic", batch.rollout_id))
+        self.weights = mixed(self.weights, *map(lesson_of, batch.samples))
+        return TrainResult(steps=({"train/value_loss": 0.0},))
+
+
+def values_of(sample: TrainSample, weights: int) -> tuple[float, ...]:
+    return tuple(mixed(weights, sample.index, place) % 64 / 64 for place in range(sample.response_length))
+
+
 def lesson_of(sample: TrainSample) -> int:
     """A number for all of a sample that a trainer would learn from."""
     return derive_seed(
         sample.index, sample.group_index, repr(sample.tokens), repr(sample.loss_mask), repr(sample.rollout_log_probs),
-        repr(sample.weight_versions), sample.raw_reward.hex(), sample.reward.hex(), sample.counts,
+        repr(sample.weight_versions), sample.raw_reward.hex(), sample.reward.hex(), sample.counts, repr(sample.scores),
     )  # fmt: skip
 
 
@@ -106,6 +127,7 @@ class Checkpoint:
 
     rollout_id: int
     weights: int
+    critic_weights: int
     trainings: int
     state: str  # of the driver, as JSON
     history: History
@@ -119,10 +141,16 @@ class FakeCheckpoints:
     """Implements ``ports.Checkpoints``: the trainer's part takes its time, then all of it is there at once."""
 
     def __init__(
-        self, world: World, trainer: FakeTrainer, turns: Turns, driver_state: Callable[[], dict[str, Any]]
+        self,
+        world: World,
+        trainer: FakeTrainer,
+        critic: FakeCritic,
+        turns: Turns,
+        driver_state: Callable[[], dict[str, Any]],
     ) -> None:
         self._world = world
         self._trainer = trainer
+        self._critic = critic
         self._turns = turns
         self._driver_state = driver_state
         self.last: Checkpoint | None = None
@@ -134,6 +162,7 @@ class FakeCheckpoints:
         self.last = Checkpoint(
             rollout_id=rollout_id,
             weights=self._trainer.weights,
+            critic_weights=self._critic.weights,
             trainings=self._trainer.trainings,
             state=json.dumps(self._driver_state(), allow_nan=False),
             history=self._world.history.copy(),
