@@ -56,7 +56,10 @@ def engine_for(flags: Sequence[str], folder: Path) -> Iterator[str]:
 
 
 class Measured:
-    """Implements ``ports.Generator``: responses of given lengths, and a gate that a sync can close."""
+    """Implements ``ports.Generator``: responses of given lengths, and a gate that a sync can close.
+
+    ``version`` is that of the weights; the engine knows none, as it never gets any.
+    """
 
     def __init__(self, generator: Generator, length_of: LengthOf) -> None:
         self._generator, self._length_of = generator, length_of
@@ -64,13 +67,16 @@ class Measured:
         self._open.set()
         self._in_flight = 0
         self._changed = asyncio.Event()
+        self.version: WeightVersion = 0
 
     async def generate(self, token_ids: Sequence[int], params: SamplingParams, *, session_id: str) -> Generation:
         await self._open.wait()
         exact = replace(params, max_tokens=self._length_of(session_id), ignore_eos=True)
+        version = self.version
         self._in_flight += 1
         try:
-            return await self._generator.generate(token_ids, exact, session_id=session_id)
+            answer = await self._generator.generate(token_ids, exact, session_id=session_id)
+            return replace(answer, weight_versions=[version] * len(answer.token_ids))
         finally:
             self._in_flight -= 1
             self._changed.set()
@@ -98,25 +104,24 @@ class Swap:
     engine: EngineControl
     generator: Measured
     drains: bool
-    version: WeightVersion = 0
 
     async def sync(self) -> WeightVersion:
         async with self.generator.drained() if self.drains else contextlib.nullcontext():
             await self.engine.pause("keep")
             await self.engine.reset_prefix_cache()
             await self.engine.resume()
-        self.version += 1
-        return self.version
+        self.generator.version += 1
+        return self.generator.version
 
 
 @dataclass
 class Sleeper:
-    """Implements ``ports.Trainer``."""
+    """Implements ``ports.Trainer``. Without ``seconds`` it takes as long as the rollout took to generate."""
 
-    seconds: float
+    seconds: float | None
 
     async def train(self, batch: RolloutBatch) -> TrainResult:
-        await asyncio.sleep(self.seconds)
+        await asyncio.sleep(batch.metrics["perf/rollout_time"] if self.seconds is None else self.seconds)
         return TrainResult(steps=({},))
 
 
@@ -160,7 +165,7 @@ async def run(
     folder: Path,
     *,
     rollouts: int,
-    train_s: float,
+    train_s: float | None,
     length_of: LengthOf,
     drains: bool = False,
 ) -> Times:

@@ -1,6 +1,6 @@
 """async_ratio: seconds of train_async.py's loop ÷ those of train.py's, where generation and training take equal time.
 
-Both run the same rollouts on the same engine. Training is a sleep of as long as a rollout takes to generate, so that
+Both run the same rollouts on the same engine. Training is a sleep of as long as its rollout took to generate, so that
 what is measured is the overlap: with N rollouts, (N + 1) / 2N is the least that there can be.
 """
 
@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import statistics
 from pathlib import Path
 from typing import Any
 
-from bench.asynchrony import Times, base_flags, engine_for, run
+from bench.asynchrony import base_flags, engine_for, run
 from bench.stats import Comparison, Spread
 
 ROLLOUTS = 20
-TOKENS = 128
+TOKENS = 192
 PAIRS = 2
 
 
@@ -29,12 +28,11 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 async def _measure(flags: list[str], times: Any) -> dict[str, Any]:
-    alone: Times = await times(flags, rollouts=6, train_s=0.0)
-    generate_s = statistics.median(alone.phases["generate"][1:])
+    await times(flags, rollouts=2, train_s=0.0)
     ahead, in_turn = [], []
     for _ in range(PAIRS):
-        in_turn.append((await times(flags, rollouts=ROLLOUTS, train_s=generate_s)).wall)
-        ahead.append((await times(["--asynchronous", *flags], rollouts=ROLLOUTS, train_s=generate_s)).wall)
+        in_turn.append((await times(flags, rollouts=ROLLOUTS, train_s=None)).wall)
+        ahead.append((await times(["--asynchronous", *flags], rollouts=ROLLOUTS, train_s=None)).wall)
     result = Comparison(Spread(tuple(ahead)), Spread(tuple(in_turn))).to_json(ours="async", theirs="sync", unit="s")
-    work = {"rollouts": ROLLOUTS, "generate_s": generate_s, "least": (ROLLOUTS + 1) / (2 * ROLLOUTS)}
+    work = {"rollouts": ROLLOUTS, "tokens": TOKENS, "least": (ROLLOUTS + 1) / (2 * ROLLOUTS)}
     return result | {"work": work}
