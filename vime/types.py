@@ -163,7 +163,7 @@ class Sample:
         """The same prompt, for an answer of its own: nothing of the present one is left."""
         fresh = replace(
             self.copy(),
-            tokens=self.tokens[: self.prompt_length],
+            tokens=[],  # whoever answers it encodes the prompt, perhaps otherwise
             response="",
             response_length=0,
             reward=None,
@@ -175,7 +175,8 @@ class Sample:
             status=Status.PENDING,
             remove_sample=False,
         )
-        fresh.metadata.pop("start_rollout_id", None)
+        for known in ("start_rollout_id", "multi_turn"):  # of the answer
+            fresh.metadata.pop(known, None)
         return fresh
 
     @property

@@ -141,6 +141,12 @@ async def test_roles_that_are_interrupted_begin_anew(args_with: Callable[[Script
     assert isinstance(interrupted, Sample) and interrupted.status is Status.ABORTED
     children = await multi_agent.generate(args, interrupted, PARAMS)
     assert isinstance(children, list) and [each.status for each in children] == [Status.COMPLETED] * 2
+    prompts = [tokenizer_with(CHATML).decode(each.tokens[: each.prompt_length]) for each in children]
+    (question, planner), (plan, executor) = (
+        (text.split("<|im_start|>user\n")[-1], text.split("<|im_end|>")[0]) for text in prompts
+    )
+    assert question.startswith(row["prompt"]) and planner.endswith(multi_agent.PLANNER[0]["content"])
+    assert plan.startswith("Plan: 1 + 1<|im_end|>") and executor.endswith(multi_agent.EXECUTOR[0]["content"])
 
 
 @pytest.mark.parametrize(

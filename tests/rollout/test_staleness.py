@@ -62,7 +62,6 @@ def test_a_restarted_sample_has_its_prompt_and_nothing_of_its_answer():
     answered.tokens, answered.response, answered.response_length = [5, 6, 9], "2", 1
     answered.weight_versions, answered.rollout_log_probs, answered.loss_mask = [1], [-0.5], [1]
     answered.status, answered.reward = Sample.Status.ABORTED, 1.0
-    answered.metadata["start_rollout_id"] = 4
-    drawn.tokens = [5, 6]
-    assert answered.restarted() == drawn
+    answered.metadata |= {"start_rollout_id": 4, "multi_turn": {"turns": [[0, 1]], "tool_calls": 3}}
+    assert answered.restarted() == drawn, "not even the tokens of its prompt: an agent may begin otherwise next time"
     assert answered.tokens == [5, 6, 9] and answered.metadata["start_rollout_id"] == 4

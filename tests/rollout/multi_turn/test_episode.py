@@ -114,6 +114,27 @@ async def test_turns_are_counted(tokenizer: Any) -> None:
     assert len(sample.metadata["multi_turn"]["turns"]) == sample.metadata["multi_turn"]["tool_calls"] == 3
 
 
+async def test_tools_are_not_called_in_a_turn_after_which_nobody_would_hear_of_it(tokenizer: Any) -> None:
+    """The last of ``max_turns``, and one that leaves no room for a further one."""
+    calls: list[int] = []
+
+    async def counts(n: int) -> int:
+        calls.append(n)
+        return n
+
+    said = CALL.replace("add", "counts").replace('"a": 1, "b": 2', '"n": 7')
+    length = len(tokenizer.encode(said, add_special_tokens=False))
+    for turns_allowed, max_tokens, made in ((3, 400, 2), (16, length, 0)):
+        calls.clear()
+        generator = ScriptedGenerator(tokenizer, turns(said))
+        player = MultiTurn(generator, tokenizer, max_context=2048)
+        params, limits = replace(PARAMS, max_tokens=max_tokens), Limits(max_turns=turns_allowed)
+        sample = await player.with_tools(asked(), params, [ToolFunction(counts)], limits)
+        assert sample.status is Status.TRUNCATED and len(calls) == made
+        assert sample.metadata["multi_turn"]["tool_calls"] == made + 1
+        assert sample.metadata["multi_turn"]["tool_errors"] == 0
+
+
 async def test_an_answer_in_the_last_turn_completes_the_episode(tokenizer: Any) -> None:
     sample = await play(ScriptedGenerator(tokenizer, turns(CALL, ANSWER)), tokenizer, max_turns=2)
     assert sample.status is Status.COMPLETED
@@ -174,6 +195,24 @@ async def test_an_episode_whose_environment_remembers_begins_anew(tokenizer: Any
     assert sample.metadata["multi_turn"]["tool_calls"] == 1
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_an_episode_that_begins_anew_has_the_prompt_that_it_is_given_now(tokenizer: Any, restarted: bool) -> None:
+    """Not that of another role, or of another day, which was sampled into the same sample before."""
+    generator = ScriptedGenerator(tokenizer, turns(CALL, CALL, ANSWER), aborts=[1])
+    player = MultiTurn(generator, tokenizer, max_context=2048)
+
+    async def begins(sample: Sample, content: str) -> Sample:
+        messages: list[Message] = [{"role": "user", "content": content}]
+        tools = [ToolFunction(add)]
+        return await player.with_tools(sample, PARAMS, tools, messages=messages, resumes=restarted)
+
+    first = await begins(asked(), "Plan it.")
+    assert first.status is Status.ABORTED
+    again = await begins(first.restarted() if restarted else first, "Do it.")
+    assert tokenizer.decode(again.tokens) == (f"<|im_start|>user\nDo it.<|im_end|>\n<|im_start|>assistant\n{ANSWER}")
+    assert again.metadata["multi_turn"]["tool_calls"] == 0
+
+
 async def test_no_further_turn_is_asked_for_while_generation_is_halted(tokenizer: Any) -> None:
     gate = Gate(ScriptedGenerator(tokenizer, turns(CALL, ANSWER)))
 
@@ -210,6 +249,12 @@ async def test_an_engine_that_fails_leaves_the_sample_as_it_was(tokenizer: Any) 
     with pytest.raises(ConnectionError):
         await play(ScriptedGenerator(tokenizer, script), tokenizer, sample)
     assert sample == asked()
+    begun = await play(ScriptedGenerator(tokenizer, turns(CALL), aborts=[1]), tokenizer)
+    before = begun.copy()
+    player = MultiTurn(ScriptedGenerator(tokenizer, script), tokenizer, max_context=2048)
+    with pytest.raises(ConnectionError):
+        await player.with_tools(begun, PARAMS, [ToolFunction(add)], resumes=False)
+    assert begun == before
 
 
 class Doubts(Environment):
@@ -272,9 +317,14 @@ async def test_a_prompt_that_was_rendered_is_taken_as_it_stands(tokenizer: Any) 
     assert tokenizer.decode(sample.tokens) == text + ANSWER
 
 
-async def test_a_prompt_that_fills_the_context_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(UserError, match="the context ends at 10; set --rollout-max-prompt-len"):
-        await play(ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer, max_context=10)
+async def test_a_prompt_that_fills_the_context_fails_its_sample_alone(tokenizer: Any) -> None:
+    """How long a prompt is with the tools of the code, no filter of rows knows."""
+    generator = ScriptedGenerator(tokenizer, turns(ANSWER))
+    sample = await play(generator, tokenizer, max_context=10)
+    assert sample.status is Status.FAILED and generator.requests == {}
+    assert sample.metadata["multi_turn"]["failure"] == "its prompt has 15 tokens, the context ends at 10"
+    assert sample.tokens == [], "the trainer would make room for them"
+    assert multi_turn_metrics([sample])["rollout/multi_turn/turns/mean"] == 0.0
 
 
 async def test_a_generate_function_finds_all_it_needs_in_args(tokenizer: Any, tmp_path: Any) -> None:

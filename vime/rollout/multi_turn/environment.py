@@ -22,6 +22,9 @@ class Turn:
     number: int  # 0 is the first
     text: str  # without the token that ends it, with other special tokens
     truncated: bool  # whether it was cut off by a limit on tokens
+    last: bool = (
+        False  # whether no other may follow: the model hears no answer, but without one the episode is complete
+    )
 
 
 class Environment(abc.ABC):

@@ -6,13 +6,14 @@ Whatever happens, the sample that comes back holds one transcript: what was samp
 * It is TRUNCATED when there is no room for a further turn (tokens of the response, context, turns), or when the last
   turn was cut off. What would not leave room for an answer is not appended.
 * It is ABORTED when its generation was interrupted; the next call goes on from there.
-* It is FAILED when the environment raised EpisodeFailed.
+* It is FAILED when its prompt leaves no room for a response, or the environment raised EpisodeFailed.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,8 @@ from vime.rollout.multi_turn.transcript import METADATA_KEY, Transcript
 from vime.types import Message, Sample, SamplingParams, Status, derive_seed
 
 __all__ = ["Limits", "MultiTurn"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,23 +145,24 @@ class MultiTurn:
                 of a sandbox, a game) cannot: then it begins anew, from the prompt.
 
         Raises:
-            UserError: the prompt leaves no room for a response, or the chat template refuses a message.
+            UserError: the chat template refuses a message.
             EngineError: no engine can answer; the sample is as it was.
         """
         sampling = params if isinstance(params, SamplingParams) else SamplingParams(**params)
-        if not resumes:
-            _forget(sample)
-        transcript = Transcript.of(sample) if sample.tokens else Transcript(self._prompt(sample, messages, tools))
+        goes_on = resumes and bool(sample.tokens)
+        transcript = Transcript.of(sample) if goes_on else Transcript(self._prompt(sample, messages, tools))
         if transcript.prompt_length >= self._max_context:
-            raise UserError(
-                f"{sample.name}: its prompt has {transcript.prompt_length} tokens, the context ends at "
-                f"{self._max_context}; set --rollout-max-prompt-len to drop such prompts"
+            return _too_long(
+                sample, f"its prompt has {transcript.prompt_length} tokens, the context ends at {self._max_context}"
             )
         try:
             status = await self._play(transcript, sampling, environment, limits, sample)
             failure = None
         except EpisodeFailed as error:
             status, failure = Status.FAILED, str(error)
+            logger.warning("%s failed: %s", sample.name, error)
+        if not goes_on:
+            _begin_anew(sample)
         self._write(sample, transcript, status, environment, failure)
         return sample
 
@@ -170,14 +174,22 @@ class MultiTurn:
             finish = await self._sample(transcript, params, number, limits.max_turn_tokens, sample)
             if finish == "abort":
                 return Status.ABORTED
-            turn = self._turn(transcript, number, truncated=finish == "length")
-            if turn.truncated and not self._room(transcript, params):
+            is_full = not self._room(transcript, params)
+            if finish == "length" and is_full:
                 return Status.TRUNCATED
+            turn = Turn(
+                number=number,
+                text=self.template.text(transcript.last_turn),
+                truncated=finish == "length",
+                last=is_full or number + 1 >= limits.max_turns,
+            )
             messages = await environment.respond(turn)
             if not messages:
                 return Status.TRUNCATED if turn.truncated else Status.COMPLETED
+            if turn.last:
+                return Status.TRUNCATED
             said = self.template.between(transcript.last_turn, messages)
-            if number + 1 >= limits.max_turns or self._room(transcript, params) <= len(said):
+            if self._room(transcript, params) <= len(said):
                 return Status.TRUNCATED
             transcript.said(said)
         return Status.TRUNCATED
@@ -198,9 +210,6 @@ class MultiTurn:
         generation = await self._generator.generate(given, asked, session_id=session)
         transcript.sampled(generation, given)
         return generation.finish_reason
-
-    def _turn(self, transcript: Transcript, number: int, *, truncated: bool) -> Turn:
-        return Turn(number=number, text=self.template.text(transcript.last_turn), truncated=truncated)
 
     def _write(
         self, sample: Sample, transcript: Transcript, status: Status, environment: Environment, failure: str | None
@@ -238,10 +247,19 @@ class MultiTurn:
         return list(tools) if named is None else [known[name] for name in named]
 
 
-def _forget(sample: Sample) -> None:
-    """Back to its prompt."""
-    sample.tokens = sample.tokens[: sample.prompt_length]
-    sample.response_length, sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = 0, None, None, []
+def _too_long(sample: Sample, why: str) -> Sample:
+    """It holds no tokens: the trainer would make room for them."""
+    logger.warning("%s failed: %s", sample.name, why)
+    _begin_anew(sample)
+    sample.response, sample.response_length, sample.status = "", 0, Status.FAILED
+    sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = None, None, []
+    sample.metadata[METADATA_KEY] = {"turns": [], "answer": "", "failure": why}
+    return sample
+
+
+def _begin_anew(sample: Sample) -> None:
+    """Takes away what ``Transcript.write`` would go on from: what was there before may have another prompt."""
+    sample.tokens = []
     sample.metadata = {key: value for key, value in sample.metadata.items() if key != METADATA_KEY}
 
 

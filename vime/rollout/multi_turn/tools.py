@@ -106,11 +106,12 @@ class Tools(Environment):
         self._seconds = 0.0
 
     async def respond(self, turn: Turn) -> list[Message]:
-        """One message for each call of the turn, in the order of the calls, which are carried out together."""
+        """One message for each call of the turn, in the order of the calls, which are carried out together. Those of a
+        last turn are not carried out: nobody would hear of it."""
         calls = self._parse(turn.text).calls
         clock = asyncio.get_running_loop().time
         begin = clock()
-        contents = await together(self._answer(i, call) for i, call in enumerate(calls))
+        contents = await together(self._answer(i, call, turn.last) for i, call in enumerate(calls))
         self._seconds += clock() - begin
         return [
             _message(turn.number, i, self._name(call), getattr(call, "id", None), content)
@@ -128,7 +129,7 @@ class Tools(Environment):
     def _name(self, call: ToolCall | BadCall) -> str:
         return call.name if isinstance(call, ToolCall) and call.name in self._tools else "unknown"
 
-    async def _answer(self, position: int, call: ToolCall | BadCall) -> str:
+    async def _answer(self, position: int, call: ToolCall | BadCall, is_unheard: bool) -> str:
         self._calls += 1
         if position >= self._max_calls:
             return self._error(f"not called: at most {self._max_calls} calls can be made in one turn")
@@ -139,6 +140,8 @@ class Tools(Environment):
             return self._error(f"there is no tool {call.name!r}, only {', '.join(self._tools) or 'none'}")
         try:
             arguments = checked_arguments(call.arguments, tool.parameters)
+            if is_unheard:
+                return "not called: no turn follows"
             return self._shortened(_text(await self._in_time(tool, arguments)))
         except (EpisodeFailed, EngineError):  # an engine that a tool asked and lost: the sample is tried again
             raise
