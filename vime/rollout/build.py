@@ -221,8 +221,10 @@ def make_manager(
         flag = "custom_generate_function_path of a sample"
         return load_hook(path, flag, contracts.CUSTOM_GENERATE, log_file(config))
 
-    def make_runner(custom: Hook | None, max_context: int, tool_key: str, rewarder: Rewarder) -> Runner:
-        own_args = args.extended(max_context_tokens=max_context, tool_key=tool_key)
+    def make_runner(
+        custom: Hook | None, max_context: int, tool_key: str, eval_reward_key: str | None, rewarder: Rewarder
+    ) -> Runner:
+        own_args = args.extended(max_context_tokens=max_context, tool_key=tool_key, eval_reward_key=eval_reward_key)
         usual = custom_generate(custom, own_args) if custom else _single_turn(prompts, args, gate, max_context)
         return Runner(
             own_generate(usual, own, own_args),
@@ -236,7 +238,9 @@ def make_manager(
         )
 
     custom = hooks.get(contracts.CUSTOM_GENERATE)
-    runner = make_runner(custom, prompts.max_context, config.data.tool_key, rewarder or hub)
+    runner = make_runner(
+        custom, prompts.max_context, config.data.tool_key, config.reward.eval_reward_key, rewarder or hub
+    )
     collect, evaluate = hooks.get(contracts.ROLLOUT_FUNCTION), hooks.get(contracts.EVAL_FUNCTION)
     multiple = None if hooks.get(contracts.CUSTOM_CONVERT_SAMPLES) else config.batch.global_batch_size
     removes, processes = hooks.get(contracts.ROLLOUT_SAMPLE_FILTER), hooks.get(contracts.ROLLOUT_ALL_SAMPLES_PROCESS)
@@ -256,7 +260,13 @@ def make_manager(
                 config,
                 sampling_params(config),
                 hub,
-                functools.partial(make_runner, each.custom_generate, each.max_context, each.dataset.tool_key),
+                functools.partial(
+                    make_runner,
+                    each.custom_generate,
+                    each.max_context,
+                    each.dataset.tool_key,
+                    each.dataset.reward_key,
+                ),
             )
             for each in prompts.eval_sources
         ],

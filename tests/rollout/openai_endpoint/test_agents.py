@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import sys
 import time
@@ -19,7 +20,7 @@ from tests.rollout.openai_endpoint.agents import PROGRAM, adder
 from tests.rollout.openai_endpoint.test_sessions import ANSWER, CALL, trained
 from vime.errors import UserError
 from vime.observe.rollout_metrics import multi_turn_metrics
-from vime.rollout.openai_endpoint import Endpoint, Speaker, agent_of, command_agent, play
+from vime.rollout.openai_endpoint import Endpoint, Speaker, agent_of, agents, command_agent, play
 from vime.types import Sample, SamplingParams, Status
 
 PARAMS = SamplingParams(max_tokens=400, seed=11)
@@ -100,7 +101,16 @@ async def test_an_agent_that_fails_is_never_trained_on_and_says_why(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("result", "message"), [("good", "returns a reward"), ({"score": 1}, "has a reward and metadata")]
+    ("result", "message"),
+    [
+        ("good", "the reward must be a number, not 'good': an agent returns a reward, a dict or nothing"),
+        (float("nan"), "the reward must be finite"),
+        (10**400, "the reward must be finite"),
+        ({"score": 1}, "has a reward and metadata"),
+        ({"reward": "high"}, "the reward must be a number, not 'high'"),
+        ({"reward": {"tests": 1.0}}, "the reward must be a number, not None: an agent returns a reward, a dict or "),
+        ({"metadata": {"multi_turn": 5}}, "metadata (a dict without 'multi_turn')"),
+    ],
 )
 async def test_a_result_that_is_none_is_a_failure(tokenizer, result, message):
     async def agent(task: Any) -> Any:
@@ -109,6 +119,18 @@ async def test_a_result_that_is_none_is_a_failure(tokenizer, result, message):
 
     (sample,) = await played(agent, ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer)
     assert message in sample.metadata["multi_turn"]["failure"]
+
+
+async def test_a_dict_may_be_the_reward_where_a_key_is_named(tokenizer):
+    async def agent(task: Any) -> Any:
+        await ask(task)
+        return {"reward": {"tests": 0.5, "why": "one fails"}}
+
+    script = turns(ANSWER)
+    (sample,) = await played(agent, ScriptedGenerator(tokenizer, script), tokenizer, reward_key="tests")
+    assert sample.score("tests") == 0.5
+    (sample,) = await played(agent, ScriptedGenerator(tokenizer, script), tokenizer, reward_key="other")
+    assert "'other' (--reward-key) of the dict" in sample.metadata["multi_turn"]["failure"]
 
 
 async def test_an_agent_that_exits_fails_alone(tokenizer):
@@ -162,6 +184,96 @@ async def test_engines_that_fail_are_not_the_agents_fault(tokenizer):
 
     with pytest.raises(ConnectionError, match="engine 0 is gone"):
         await played(adder, Dead(tokenizer, turns(ANSWER)), tokenizer)
+
+
+async def test_what_an_agent_makes_of_engines_that_fail_is_no_result(tokenizer):
+    async def agent(task: Any) -> float:
+        for prompt in ("first", "second"):
+            with contextlib.suppress(openai.APIError):
+                await ask(task, {"role": "user", "content": prompt})
+        return 0.0
+
+    class Flaky(ScriptedGenerator):
+        async def generate(self, token_ids: Any, params: Any, *, session_id: str) -> Any:
+            if "first" in self._tokenizer.decode(token_ids):
+                raise ConnectionError("engine 0 is gone")
+            return await super().generate(token_ids, params, session_id=session_id)
+
+    with pytest.raises(ConnectionError, match="engine 0 is gone"):
+        await played(agent, Flaky(tokenizer, turns(ANSWER)), tokenizer)
+
+
+async def test_an_agent_that_asks_again_is_not_troubled_by_an_engine_that_failed(tokenizer):
+    class Flaky(ScriptedGenerator):
+        failed = False
+
+        async def generate(self, token_ids: Any, params: Any, *, session_id: str) -> Any:
+            if not self.failed:
+                self.failed = True
+                raise ConnectionError("engine 0 is gone")
+            return await super().generate(token_ids, params, session_id=session_id)
+
+    async def agent(task: Any) -> float:
+        await ask(task, retries=2)
+        return 1.0
+
+    (sample,) = await played(agent, Flaky(tokenizer, turns(ANSWER)), tokenizer)
+    assert (sample.reward, sample.status) == (1.0, Status.COMPLETED)
+
+
+async def test_an_agent_that_found_room_again_and_fails_later_is_failed_not_truncated(tokenizer):
+    async def agent(task: Any) -> None:
+        with pytest.raises(openai.BadRequestError):
+            await ask(task, {"role": "user", "content": "more " * 3000})
+        await ask(task)
+        raise KeyError("a bug")
+
+    (sample,) = await played(agent, ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer)
+    assert sample.status is Status.FAILED
+
+
+def program(folder: Path, text: str) -> Any:
+    path = folder / "agent.py"
+    path.write_text(PROGRAM + text)
+    return command_agent(f"{sys.executable} {path}")
+
+
+@pytest.mark.parametrize("line", ['print("[" * 100_000)', 'print("{" * 10)', "print([])", "print(0)"])
+async def test_a_last_line_that_is_no_result_is_none(tokenizer, tmp_path, line):
+    (sample,) = await played(program(tmp_path, line), ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer)
+    assert (sample.reward, sample.status) == (None, Status.COMPLETED)
+
+
+async def test_a_program_that_has_ended_is_done_though_what_it_started_holds_its_output(tokenizer, tmp_path):
+    left = "sys.stdout.flush()\nimport subprocess\nsubprocess.Popen(['sleep', '31.7'], start_new_session={})"
+    for away in (False, True):
+        start = time.monotonic()
+        agent = program(tmp_path, left.format(away))
+        (sample,) = await played(agent, ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer)
+        assert (sample.reward, sample.status) == (1.0, Status.COMPLETED)
+        assert time.monotonic() - start < 15
+    for process in psutil.process_iter(["cmdline"]):
+        if process.info["cmdline"] == ["sleep", "31.7"]:
+            process.kill()
+
+
+async def test_of_what_a_program_prints_only_the_end_is_kept(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(agents, "_TAIL_BYTES", 1000)
+    kept: list[int] = []
+    monkeypatch.setattr(agents, "_last_line", lambda out: kept.append(len(out)))
+    agent = program(tmp_path, "for _ in range(1000): print('x' * 1000)")
+    (sample,) = await played(agent, ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer)
+    assert (sample.status, kept) == (Status.COMPLETED, [1000])
+
+
+async def test_a_program_that_does_not_read_its_task_is_an_agent_too(tokenizer, tmp_path):
+    path = tmp_path / "agent.py"
+    path.write_text(PROGRAM.replace("json.load(sys.stdin)", "{'model': 'x', 'prompt': '?', 'label': ''}"))
+    sample = asked()
+    sample.metadata["large"] = "x" * 1_000_000
+    agent = command_agent(f"{sys.executable} {path}")
+    (sample,) = await played(agent, ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer, sample=sample)
+    assert sample.reward == 0.0
 
 
 async def test_a_program_may_be_the_agent(tokenizer, tmp_path):

@@ -13,13 +13,18 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from vime.platform.subprocesses import close_pipes, ended
+from vime.rewards.values import RewardFailed, to_number
+from vime.rollout.multi_turn.tool_calls import UNREADABLE
 from vime.rollout.multi_turn.transcript import METADATA_KEY
 from vime.rollout.openai_endpoint.server import MODEL, Endpoint
 from vime.rollout.openai_endpoint.session import Kept, Session
 from vime.types import Message, Sample, SamplingParams, Status
 
 _GRACE_S = 5.0  # for an agent that is told to end
-_MAX_OUTPUT_BYTES = 1 << 20
+_TAIL_BYTES = 1 << 20  # what is kept of a program's output
+_DRAIN_S = 1.0  # for output that is on its way when a program has ended
+_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +42,7 @@ class AgentTask:
 
 AgentResult: TypeAlias = float | Mapping[str, Any] | None
 """The reward, or ``{"reward": ..., "metadata": {...}}`` of which both may be left out. Without a reward the samples are
-graded as others are."""
+graded as others are. A reward is a finite number, or a dict that has one under the run's ``--reward-key``."""
 
 Agent: TypeAlias = Callable[[AgentTask], Awaitable[AgentResult]]
 
@@ -55,8 +60,12 @@ async def play(
     evaluation: bool = False,
     timeout_s: float,
     kept: Kept = "all",
+    reward_key: str | None = None,
 ) -> list[Sample]:
     """Runs the agent on one sample.
+
+    Args:
+        reward_key: which value of a dict is the reward.
 
     Returns one sample for each transcript, all with what the agent's result says. An agent that is not done in time, or
     that gives up when there is no room for a further answer, leaves samples that are TRUNCATED. One that fails
@@ -64,7 +73,8 @@ async def play(
     anew another time: an agent cannot be continued.
 
     Raises:
-        Exception: what the engines raised, where the agent failed over it.
+        Exception: what the engines raised, unless the agent made that request again and was answered. Whatever it made
+            of a failure, its result tells nothing of the model.
     """
     async with endpoint.session(params, sample.session_id or f"sample-{sample.index}") as session:
         task = AgentTask(
@@ -76,22 +86,25 @@ async def play(
             metadata=sample.copy().metadata,
             evaluation=evaluation,
         )
-        ended = await _ended(agent, task, session, timeout_s)
+        end = await _end_of(_called(agent, task, reward_key), session, timeout_s)
     if session.interrupted.is_set():
         return [_fresh(sample)]
-    if isinstance(ended, Exception) and session.failure is not None:
+    if session.failure is not None:
         raise session.failure
     samples = session.samples(sample, kept)
-    if not samples or (isinstance(ended, Exception) and not isinstance(ended, TimeoutError) and not session.is_full):
-        return [_failed(sample, str(ended) if isinstance(ended, Exception) else "it never asked the model")]
+    if not samples or (isinstance(end, AgentFailed) and not session.is_full):
+        return [_failed(sample, str(end) if isinstance(end, Exception) else "it never asked the model")]
     for each in samples:
-        _finish(each, ended)
+        _finish(each, end)
     return samples
 
 
-async def _ended(agent: Agent, task: AgentTask, session: Session, timeout_s: float) -> AgentResult | Exception:
+_End: TypeAlias = Mapping[str, Any] | AgentFailed | TimeoutError
+
+
+async def _end_of(called: Awaitable[_End], session: Session, timeout_s: float) -> _End:
     """The agent's result, or why there is none. It has ended, or did not within a grace period of being cancelled."""
-    running = asyncio.ensure_future(_called(agent, task))
+    running = asyncio.ensure_future(called)
     stopped = asyncio.ensure_future(session.interrupted.wait())
     try:
         await asyncio.wait({running, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -105,9 +118,9 @@ async def _ended(agent: Agent, task: AgentTask, session: Session, timeout_s: flo
     return AgentFailed("it was cancelled") if running.cancelled() else running.result()
 
 
-async def _called(agent: Agent, task: AgentTask) -> AgentResult | Exception:
+async def _called(agent: Agent, task: AgentTask, reward_key: str | None) -> _End:
     try:
-        return _checked(await agent(task))
+        return _checked(await agent(task), reward_key)
     except SystemExit as error:
         return AgentFailed(f"it ended with exit({error.code})")
     except Exception as error:  # agents are the user's: they raise what they like
@@ -115,15 +128,22 @@ async def _called(agent: Agent, task: AgentTask) -> AgentResult | Exception:
         return AgentFailed(text if isinstance(error, AgentFailed) else f"{type(error).__name__}: {text}")
 
 
-def _checked(result: Any) -> AgentResult:
-    if isinstance(result, Mapping):
-        unknown = set(result) - {"reward", "metadata"}
-        if unknown or not isinstance(result.get("metadata", {}), Mapping):
-            raise AgentFailed(f"a result has a reward and metadata (a dict), not {dict(result)!r}")
-        return result
-    if result is not None and (isinstance(result, bool) or not isinstance(result, int | float)):
-        raise AgentFailed(f"an agent returns a reward, a dict or nothing, not {result!r}")
-    return result
+def _checked(result: Any, reward_key: str | None) -> Mapping[str, Any]:
+    """The result as a dict. It may be what the model wrote, so that nothing of it may end a run."""
+    found = result if isinstance(result, Mapping) else {"reward": result}
+    metadata = found.get("metadata", {})
+    if set(found) - {"reward", "metadata"} or not isinstance(metadata, Mapping) or METADATA_KEY in metadata:
+        raise AgentFailed(f"a result has a reward and metadata (a dict without {METADATA_KEY!r}), not {dict(found)!r}")
+    reward = found.get("reward")
+    try:
+        if isinstance(reward, Mapping):
+            to_number(reward.get(reward_key))
+        elif reward is not None:
+            to_number(reward)
+    except RewardFailed as error:
+        which = f" {reward_key!r} (--reward-key) of the dict" if isinstance(reward, Mapping) else ""
+        raise AgentFailed(f"{error}: an agent returns a reward, a dict or nothing{which and f';{which}'}") from error
+    return found
 
 
 def _fresh(sample: Sample) -> Sample:
@@ -138,15 +158,14 @@ def _failed(sample: Sample, why: str) -> Sample:
     return sample
 
 
-def _finish(sample: Sample, ended: AgentResult | Exception) -> None:
-    if isinstance(ended, Exception):
+def _finish(sample: Sample, end: _End) -> None:
+    if isinstance(end, Exception):
         sample.status = Status.TRUNCATED
-        sample.metadata[METADATA_KEY]["failure"] = str(ended)
+        sample.metadata[METADATA_KEY]["failure"] = str(end)
         return
-    result: Mapping[str, Any] = ended if isinstance(ended, Mapping) else {"reward": ended}
-    sample.metadata = {**sample.metadata, **result.get("metadata", {})}
-    if result.get("reward") is not None:
-        sample.reward = copy.deepcopy(result["reward"])
+    sample.metadata = {**sample.metadata, **copy.deepcopy(dict(end.get("metadata", {})))}
+    if end.get("reward") is not None:
+        sample.reward = copy.deepcopy(end["reward"])
 
 
 def command_agent(command: str) -> Agent:
@@ -154,7 +173,7 @@ def command_agent(command: str) -> Agent:
 
     It finds the endpoint in ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, and reads the task as JSON from standard input:
     ``{"prompt", "label", "metadata", "evaluation", "model"}``. The last line of its standard output may be its result,
-    as JSON. It has failed when its exit status is not 0.
+    as JSON. It has failed when its exit status is not 0. When it ends, what it started is ended.
     """
     words = shlex.split(command)
 
@@ -168,16 +187,48 @@ def command_agent(command: str) -> Agent:
             env={**os.environ, "OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key},
             start_new_session=True,
         )
-        try:
-            out, err = await process.communicate(json.dumps(given).encode())
-        finally:
-            _kill_group(process)
-        if process.returncode:
+        status, out, err = await _talked(process, json.dumps(given).encode())
+        if status:
             lines = err.decode(errors="replace").strip().splitlines()
-            raise AgentFailed(f"{words[0]} ended with status {process.returncode}: {lines[-1] if lines else ''}")
+            raise AgentFailed(f"{words[0]} ended with status {status}: {lines[-1] if lines else ''}")
         return _last_line(out)
 
     return agent
+
+
+async def _talked(process: asyncio.subprocess.Process, given: bytes) -> tuple[int, bytearray, bytearray]:
+    """The status of a program that was given that, and the ends of its outputs. Its group is gone afterwards."""
+    out, err = bytearray(), bytearray()
+    reading = {
+        asyncio.ensure_future(_keep_tail(process.stdout, out)),
+        asyncio.ensure_future(_keep_tail(process.stderr, err)),
+    }
+    telling = asyncio.ensure_future(_tell(process.stdin, given))
+    try:
+        status = await ended(process)
+        _kill_group(process)
+        await asyncio.wait(reading, timeout=_DRAIN_S)  # who has left the group may hold the pipes
+    finally:
+        _kill_group(process)
+        for each in (telling, *reading):
+            each.cancel()
+        close_pipes(process)
+    return status, out, err
+
+
+async def _tell(stream: asyncio.StreamWriter | None, given: bytes) -> None:
+    assert stream is not None
+    with contextlib.suppress(ConnectionError):  # it does not want to know
+        stream.write(given)
+        await stream.drain()
+        stream.close()
+
+
+async def _keep_tail(stream: asyncio.StreamReader | None, kept: bytearray) -> None:
+    assert stream is not None
+    while chunk := await stream.read(_CHUNK):
+        kept += chunk
+        del kept[:-_TAIL_BYTES]
 
 
 def _kill_group(process: asyncio.subprocess.Process) -> None:
@@ -186,10 +237,10 @@ def _kill_group(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _last_line(out: bytes) -> AgentResult:
-    lines = out[-_MAX_OUTPUT_BYTES:].decode(errors="replace").strip().splitlines()
+def _last_line(out: bytes | bytearray) -> AgentResult:
+    lines = out.decode(errors="replace").strip().split("\n")
     try:
-        result = json.loads(lines[-1]) if lines else None
-    except ValueError:
+        result = json.loads(lines[-1])
+    except UNREADABLE:
         return None
     return result if isinstance(result, dict) and set(result) <= {"reward", "metadata"} else None

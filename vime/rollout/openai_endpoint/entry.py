@@ -29,6 +29,7 @@ async def generate(
         evaluation=evaluation,
         timeout_s=args.agent_timeout_s,
         kept=args.agent_samples,
+        reward_key=args.eval_reward_key if evaluation else args.reward_key,
     )
 
 
