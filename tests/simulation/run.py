@@ -30,12 +30,14 @@ from vime.cluster.weights import GroupWeightSync
 from vime.config import Config, parse_config
 from vime.data.chat import PromptEncoder
 from vime.data.jsonl import Keys
-from vime.data.source import PromptSource
+from vime.data.source import PromptSource, pop_first
 from vime.loop import Schedule
 from vime.plugins import resolve_hooks
+from vime.plugins import rollout as contracts
 from vime.ports import Generator
 from vime.rollout.build import Prompts, make_hub, make_manager
 from vime.rollout.eval_sets import load_eval_inputs
+from vime.rollout.hooks import buffer_filter
 from vime.rollout.staleness import WeightHistory
 from vime.serving.client import RouterClient
 from vime.serving.fleet import Fleet
@@ -250,7 +252,9 @@ class Driver:
 
 
 def source_options(config: Config) -> dict[str, Any]:
+    own_order = resolve_hooks(config).get(contracts.BUFFER_FILTER)
     return {
+        "buffer_filter": buffer_filter(own_order, config.args) if own_order else pop_first,
         "encoder": PromptEncoder(Tokenizer()),
         "keys": Keys(label="label"),
         "n_samples": config.rollout.n_samples_per_prompt,

@@ -85,7 +85,7 @@ class _Dice:
 FEATURES = (
     *("sync", "async", "async without staleness", "fully async"),
     *("wait", "drop", "mask"),
-    *("shuffled", "dynamic", "over-sampling", "partial", "masked", "in order"),
+    *("shuffled", "dynamic", "over-sampling", "partial", "masked", "in order", "buffer filter"),
     *("evaluation", "episodes", "shared devices", "critic", "fault tolerant"),
 )
 """What runs have, or have not."""
@@ -112,6 +112,7 @@ def scenario_of(seed: int) -> Scenario:
     choose("evaluation", 0.4, f"--eval-interval {dice.between(1, 3, 'eval')} --n-samples-per-eval-prompt 2")
     choose("episodes", 0.3, "--custom-generate-function-path tests.simulation.episodes.play")
     choose("dynamic", 0.5, f"--dynamic-sampling-filter-path {FILTER}")
+    choose("buffer filter", 0.2, "--buffer-filter-path examples.plugins.filters:longest_first")
     staleness = _loop(seed, dice, features, flags)
     if "async" not in features or not choose("fully async", 0.5, "--fully-async"):
         choose("over-sampling", 0.7, f"--over-sampling-batch-size {batch + dice.between(1, 3, 'over')}")
