@@ -156,6 +156,22 @@ async def test_what_the_early_rollout_raises_the_loop_raises():
         await run(async_loop.train, Schedule(start=0, stop=3), rollouts=manager)
 
 
+async def test_a_rollout_that_failed_early_does_not_cost_the_checkpoint_of_the_one_before():
+    class Broken(FakeGenerator):
+        async def generate(self, token_ids, params, *, session_id):  # type: ignore[no-untyped-def]
+            raise RuntimeError("rollout 1 fails")
+
+    manager = bounded(Broken(), 1)
+    manager.begin(1)
+    await asyncio.wait([manager._ahead], timeout=5)
+    saved = manager.state_dict()
+    again = bounded(FakeGenerator(), 1)
+    again.load_state_dict(saved)
+    assert [sample.index for sample in (await again.generate(1)).samples] == list(range(12))
+    with pytest.raises(RuntimeError, match="rollout 1 fails"):
+        await manager.generate(1)
+
+
 async def test_a_rollout_that_nobody_asks_for_ends_with_the_manager():
     manager = bounded(FakeGenerator(), 1)
     manager.begin(1)

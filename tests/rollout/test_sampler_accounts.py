@@ -268,8 +268,8 @@ def test_admission_holds_groups_back_until_it_is_asked_again(prompts):
     class Doled(StalenessBound):
         allowed = 0
 
-        def may_start(self, rollout_id, claimed):
-            return Doled.allowed - claimed
+        def may_start(self, rollout_id, places, deadlines):
+            return Doled.allowed - (TARGET - places) - len(deadlines)
 
     async def live():
         driver = Driver(World(filtered=False), prompts, batch_size=TARGET, bound=Doled())

@@ -12,7 +12,7 @@ import pytest
 from tests.rollout.fakes import FakeSource
 from tests.simulation.clock import VirtualLoop
 from vime.rollout.sampling import Collected, InFlight, Sampler
-from vime.rollout.staleness import Policy, StalenessBound, WeightHistory, drop_metrics, in_time
+from vime.rollout.staleness import Policy, StalenessBound, WeightHistory, count_in_time, drop_metrics, in_time
 from vime.types import Group, Sample, Status
 
 Duration = Callable[[int], float]
@@ -154,6 +154,40 @@ def test_the_size_of_the_queue_bounds_it_too():
     assert Run(lambda group: 0.5, in_flight=99).go(6).most_at_once == 6
 
 
+def test_groups_start_between_rollouts_too():
+    """As soon as a sync lets them, though nobody has asked for their rollout yet."""
+    run = Run(lambda group: 0.5, max_staleness=1, batch_size=3)
+
+    async def start() -> None:
+        run.history.synced(1, 0)
+        await run.sampler.collect(0, 3)
+        await run.sampler.collect(1, 3)
+        run.history.synced(2, 1)
+        run.sampler.admission_changed()
+        await asyncio.sleep(0.1)
+        assert len(run.drawn) == 9, "rollout 2 is sampled while nobody collects it"
+        await run.sampler.close()
+
+    asyncio.run(start())
+
+
+async def test_what_goes_wrong_between_rollouts_ends_the_next_one():
+    run = Run(lambda group: 0.01, max_staleness=1, batch_size=3)
+    run.history.synced(1, 0)
+    for rollout_id in range(2):
+        await run.sampler.collect(rollout_id, 3)
+
+    def broken(n: int) -> list[Group]:
+        raise RuntimeError("the buffer filter failed")
+
+    run.source.get_samples = broken  # type: ignore[method-assign]
+    run.history.synced(2, 1)
+    run.sampler.admission_changed()
+    await asyncio.sleep(0.05)
+    with pytest.raises(RuntimeError, match="the buffer filter failed"):
+        await run.sampler.collect(2, 3)
+
+
 def test_others_overtake_a_straggler_while_it_is_in_time_and_then_training_waits():
     run = Run(lambda group: 6.0 if group == 0 else 0.5, max_staleness=2).go(4)
     assert run.trained()[:2] == [[1, 2], [3, 4]]
@@ -170,6 +204,17 @@ def test_without_waiting_a_straggler_goes_back_as_a_fresh_prompt():
     assert max(run.stalest()) <= 2
     assert run.times[3] < 6.0, "nobody waited"
     assert sum(c.metrics["rollout/groups/returned"] for c in run.rollouts) == 1
+
+
+@pytest.mark.parametrize("policy", ["drop", "mask"])
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_stragglers_that_come_too_late_hold_no_place(policy, max_staleness):
+    slow = (0, 1, 5, 6, 9, 10)
+    run = Run(
+        lambda group: 60.0 if group in slow else 0.5, policy=policy, max_staleness=max_staleness, batch_size=4
+    ).go(10)
+    assert run.times[-1] < 30, "no rollout waited for any of them"
+    assert max(run.stalest()) <= max_staleness
 
 
 def test_or_its_stale_tokens_are_masked():
@@ -191,6 +236,14 @@ def test_what_an_earlier_run_left_too_long_is_sampled_anew(policy, runs_ahead, l
     group = [Sample(index=0, weight_versions=[1, 1], response_length=2)]
     assert bound.is_late(group, rollout_id=6) is late
     assert bound.is_late(group, rollout_id=5) is False
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "places", "count"),
+    [([7, 7, 7], 2, 2), ([7, 7, 7, 8, 8, 8], 1, 3), ([6, 6], 2, 0), ([6, 8], 0, 1), ([9, 9, 9], 0, 3)],
+)
+def test_a_place_is_held_for_those_that_can_be_in_time(deadlines, places, count):
+    assert count_in_time(deadlines, 7, places, batch_size=2) == count  # this is rollout 7
 
 
 @pytest.mark.parametrize("policy", ["wait", "drop", "mask"])

@@ -132,8 +132,10 @@ class RolloutManager:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep of generation, as JSON values."""
         untrained: list[Group] = []
-        if self._ahead is not None and self._ahead.done() and not self._is_custom:
-            untrained = self._ahead.result()[0].groups
+        ahead = self._ahead
+        is_there = ahead is not None and ahead.done() and not ahead.cancelled() and ahead.exception() is None
+        if ahead is not None and is_there and not self._is_custom:  # an error is raised when its rollout is asked for
+            untrained = ahead.result()[0].groups
         return self._sampler.state_dict(untrained=untrained)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

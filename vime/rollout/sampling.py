@@ -4,7 +4,7 @@ Invariants:
 * every group that is drawn ends exactly once: it is trained, dropped for a reason, or given back to the source. Until
   then it is in flight, also between rollouts. ``Ledger`` counts, and its counts add up whenever a rollout is collected;
 * groups that finish after a rollout has all it needs are never thrown away;
-* no task outlives ``close``, and an error closes;
+* no task outlives ``close``, and an error closes; the state then still has every group that was in flight;
 * what a rollout gets is ordered by group index. With ``in_order`` it also does not depend on who finishes first.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -36,6 +37,17 @@ Halt = Callable[[], AbstractAsyncContextManager[None]]
 """A block in which nothing is generated; on entry what was under way has ended, with what it had."""
 
 MAX_REFILLS = 32
+
+CANCEL_S = 30.0
+"""For what was cancelled to end; more than an orderly end takes."""
+
+TELL_S = 600.0
+"""How long nothing may end before a rollout says what it waits for."""
+
+TOLD = 8
+"""Groups that are named then."""
+
+logger = logging.getLogger(__name__)
 
 
 def keep_all(group: Group) -> Kept:
@@ -129,13 +141,20 @@ class _Flight:
 
     origin: Group  # its samples as they were drawn
     group: Group  # its samples as they are now
-    task: asyncio.Future[Group]
+    task: asyncio.Task[Group]
     deadline: int  # the last rollout that may use it
 
     @property
     def is_generated(self) -> bool:
         """Whether nothing is left to sample, though perhaps to grade."""
         return not any(sample.is_unfinished for sample in self.group)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """As it is now; as it was where that cannot be kept, which is an error when the group is judged, not here."""
+        try:
+            return _to_json(self.group)
+        except UserError:
+            return _to_json(self.origin)
 
 
 @dataclass(kw_only=True)
@@ -149,11 +168,21 @@ class _Rollout:
     spare: list[Dropped] = field(default_factory=list)  # may fill the batch when too few are kept
     dropped: list[Dropped] = field(default_factory=list)
     late: list[Group] = field(default_factory=list)  # went back to be sampled anew
+    awaited: list[_Flight] | None = None  # of those that were in flight when spare ones could first fill it
 
     @property
     def short(self) -> int:
         """How many groups are missing even with the spare ones."""
         return self.target - len(self.kept) - len(self.spare)
+
+    def rivals(self, flights: list[_Flight]) -> list[_Flight]:
+        """Those that may get a place in it."""
+        return flights if self.awaited is None else self.awaited
+
+    @property
+    def groups(self) -> list[Group]:
+        """Those that may be its groups."""
+        return self.kept + [spare.group for spare in self.spare]
 
 
 class Sampler:
@@ -169,7 +198,7 @@ class Sampler:
         in_order: groups are judged in the order in which they were drawn.
         max_refills: how many more batches a rollout may draw because of groups that do not count.
         bound: how far sampling may run ahead of training; ``admission_changed`` asks again.
-        continuous: ``batch_size`` groups are kept in flight, also where this rollout needs fewer.
+        continuous: ``batch_size`` groups are kept in flight, also where this rollout needs fewer, and between rollouts.
     """
 
     def __init__(
@@ -197,8 +226,9 @@ class Sampler:
         self._bound = bound or StalenessBound()
         self._continuous = continuous
         self._flights: list[_Flight] = []  # in the order in which they were drawn
-        self._restored: list[Group] = []  # of a checkpoint: in flight, but not started yet
+        self._restored: list[Group] = []  # of a checkpoint, or of what an error ended: in flight, but not started yet
         self._rollout: _Rollout | None = None
+        self._filling: asyncio.Task[None] | None = None  # between rollouts, where it is continuous
         self._changed = asyncio.Event()
         self.ledger = Ledger()
         self._reported = self._reported_before = Ledger()  # the ledger after the last rollout, and after the one before
@@ -212,29 +242,65 @@ class Sampler:
         assert self._rollout is None, "one rollout is collected at a time"
         self._rollout = rollout = _Rollout(number=rollout_id, target=target)
         try:
+            await self._end_filling()
             self._changed.set()  # groups may have finished since the last rollout
             while not self._is_full(rollout):
                 self._fill(rollout)
-                await self._changed.wait()
-                self._changed.clear()
-                for flight in itertools.takewhile(lambda each: self._may_take(each, rollout), self._landed()):
+                await self._change(rollout)
+                landed = [flight for flight in self._landed() if flight in rollout.rivals(self._flights)]
+                for flight in itertools.takewhile(lambda each: self._may_take(each, rollout), landed):
                     self._close(flight, rollout)
             await self._settle(rollout_id)
+            collected = self._collected(rollout)
         except BaseException:
+            self._restored = [*rollout.groups, *self._restored]
             await self.close()
             raise
         finally:
             self._rollout = None
-        return self._collected(rollout)
+        if self._continuous:
+            self._filling = asyncio.ensure_future(self._keep_filled(_Rollout(number=rollout_id + 1, target=target)))
+        return collected
+
+    async def _change(self, rollout: _Rollout) -> None:
+        """Returns when there may be something to do."""
+        while not self._changed.is_set():
+            try:
+                async with asyncio.timeout(TELL_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                waiting = [flight.task.get_name() for flight in self._flights if not flight.task.done()]
+                if waiting:
+                    told = ", ".join(waiting[:TOLD]) + (f" and {len(waiting) - TOLD} more" if waiting[TOLD:] else "")
+                    logger.warning(
+                        "rollout %s: nothing has ended for %g s; under way: %s", rollout.number, TELL_S, told
+                    )
+        self._changed.clear()
+
+    async def _keep_filled(self, rollout: _Rollout) -> None:
+        """Starts groups for a rollout that nobody collects yet."""
+        while True:
+            self._fill(rollout)
+            await self._changed.wait()
+            self._changed.clear()
+
+    async def _end_filling(self) -> None:
+        """What it raised is raised here."""
+        filling, self._filling = self._filling, None
+        if filling is not None:
+            filling.cancel()
+            await asyncio.wait([filling])
+            if not filling.cancelled():
+                filling.result()
 
     def admission_changed(self) -> None:
         """The bound may have other answers now."""
         self._changed.set()
 
     async def close(self) -> None:
-        """Ends all groups in flight; they are forgotten."""
-        await cancel_all([flight.task for flight in self._flights])
-        self._flights.clear()
+        """Ends all groups in flight. The state still has them; nothing more can be collected."""
+        filling, self._filling = self._filling, None
+        await cancel_all([*(flight.task for flight in self._flights), *([filling] if filling is not None else [])])
 
     def state_dict(self, untrained: Sequence[Group] = ()) -> dict[str, Any]:
         """What a run that goes on from here must know, as JSON values.
@@ -242,12 +308,11 @@ class Sampler:
         Args:
             untrained: groups that were collected, and that the checkpoint's weights have not learned from yet.
         """
-        groups = list(untrained) + self._restored
+        groups = [*untrained, *self._restored]
         if self._rollout is not None:
-            groups += self._rollout.kept + [spare.group for spare in self._rollout.spare]
-        groups += [flight.group for flight in self._flights]
+            groups += self._rollout.groups
         return {
-            "groups": [[sample_to_json(sample.copy()) for sample in group] for group in groups],
+            "groups": [_to_json(group) for group in groups] + [flight.to_json() for flight in self._flights],
             "ledger": self.ledger.to_json() | {"trained": self.ledger.trained - len(untrained)},
             "reported": (self._reported_before if untrained else self._reported).to_json(),
         }
@@ -259,41 +324,53 @@ class Sampler:
         self._reported = self._reported_before = Ledger.from_json(state["reported"])
 
     def _is_full(self, rollout: _Rollout) -> bool:
-        return len(rollout.kept) == rollout.target or (rollout.short <= 0 and not self._flights and not self._restored)
+        """Spare groups fill the batch when all have ended that were in flight when there were enough of them."""
+        if len(rollout.kept) == rollout.target:
+            return True
+        return rollout.short <= 0 and not rollout.awaited
 
     def _fill(self, rollout: _Rollout) -> None:
         """Starts as many groups as the rollout needs and the bound allows."""
         wanted = len(self._restored) + self._wanted(rollout)
-        allowed = self._bound.may_start(rollout.number, len(rollout.kept) + len(self._flights))
-        for group in self._draw(max(min(wanted, allowed), 0), rollout):
-            self._start(group, rollout.number)
+        deadlines = [flight.deadline for flight in self._flights]
+        count = min(wanted, self._bound.may_start(rollout.number, max(rollout.short, 0), deadlines))
+        while count > 0 and self._restored:
+            self._start(self._restored.pop(0), rollout.number)
+            count -= 1
+        while count > 0:
+            drawn = self._draw(count, rollout)
+            for group in drawn:
+                self._start(group, rollout.number)
+            count = count - len(drawn) if drawn else 0
 
     def _wanted(self, rollout: _Rollout) -> int:
         """How many groups to draw: a batch where some are missing, or what keeps a batch in flight."""
         waiting, batch = len(self._flights) + len(self._restored), self._batch_size
-        wanted = max(batch - waiting, 0) if self._continuous else batch * (rollout.short > waiting)
+        wanted = max(batch - waiting, 0) if self._continuous else batch * (rollout.short > self._on_their_way(rollout))
         if rollout.drawn < max(batch, rollout.target) + self._max_refills * batch:
             return wanted
         if wanted and not waiting:
             raise UserError(self._too_few(rollout))
         return 0
 
+    def _on_their_way(self, rollout: _Rollout) -> int:
+        """How many groups may still come in time."""
+        deadlines = [flight.deadline for flight in self._flights]
+        return len(self._restored) + self._bound.claims(rollout.number, max(rollout.short, 0), deadlines)
+
     def _draw(self, count: int, rollout: _Rollout) -> list[Group]:
-        drawn, self._restored = self._restored[:count], self._restored[count:]
-        while len(drawn) < count:
-            fresh = self._source.get_samples(count - len(drawn))
-            if not fresh:
-                if self._flights or drawn:
-                    break
-                raise UserError(f"rollout {rollout.number}: the data source gave no groups where {count} were wanted")
-            drawn += fresh
-            rollout.drawn += len(fresh)
-            self.ledger.drawn += len(fresh)
+        """Fresh groups, at most so many; none if the source has none, and others are in flight."""
+        drawn = self._source.get_samples(count)
+        if not drawn and not self._flights:
+            raise UserError(f"rollout {rollout.number}: the data source gave no groups where {count} were wanted")
+        rollout.drawn += len(drawn)
+        self.ledger.drawn += len(drawn)
         return drawn
 
     def _start(self, group: Group, rollout_id: int) -> None:
         now = list(group)
         task = asyncio.ensure_future(self._run(now, rollout_id))
+        task.set_name(f"group {group[0].group_index}")
         task.add_done_callback(lambda _: self._changed.set())
         self._flights.append(_Flight(origin=group, group=now, task=task, deadline=self._bound.deadline(group)))
 
@@ -310,24 +387,32 @@ class Sampler:
         """Whether there is a place, and all others are in time without it. The oldest need not ask."""
         if self._is_full(rollout):
             return False
-        others = [each.deadline for each in self._flights if each is not flight]
+        others = [each.deadline for each in rollout.rivals(self._flights) if each is not flight]
         is_oldest = flight.deadline <= min(others, default=flight.deadline)
         return is_oldest or self._bound.has_room(rollout.number, rollout.target - len(rollout.kept) - 1, others)
 
     def _close(self, flight: _Flight, rollout: _Rollout) -> None:
-        self._flights.remove(flight)
         if self._bound.is_late(flight.group, rollout.number):
             self._send_back(flight, rollout)
-            return
-        verdict = self._judge(flight.group)
-        if verdict.keep:
-            rollout.kept.append(flight.group)
-            return
-        dropped = Dropped(group=flight.group, reason=verdict.reason or "unnamed")
-        if verdict.keep_when_insufficient:
-            rollout.spare.append(dropped)
         else:
+            self._count(flight.group, self._judge(flight.group), rollout)
+        self._flights.remove(flight)  # last, so that an error loses nothing
+        if rollout.awaited is not None:
+            rollout.awaited.remove(flight)
+        elif rollout.short <= 0:
+            rollout.awaited = list(self._flights)
+
+    def _count(self, group: Group, verdict: Kept, rollout: _Rollout) -> None:
+        dropped = Dropped(group=group, reason=verdict.reason or "unnamed")
+        if not verdict.keep and not verdict.keep_when_insufficient:
             self._drop(dropped, rollout)
+            return
+        if self._in_flight is InFlight.LEAVE:
+            _to_json(group)  # a checkpoint may have to; here the hook is near that put in what cannot be kept
+        if verdict.keep:
+            rollout.kept.append(group)
+        else:
+            rollout.spare.append(dropped)
 
     def _drop(self, dropped: Dropped, rollout: _Rollout) -> None:
         rollout.dropped.append(dropped)
@@ -358,7 +443,9 @@ class Sampler:
     def _give_back(self, rollout_id: int) -> None:
         """Surplus groups go to the source, generated ones first: they are judged when their turn comes."""
         for flight in self._flights:
-            if not flight.task.cancelled():
+            if not flight.task.done():  # it will not end, and must not change what is gone on with
+                flight.group = [sample.copy() for sample in flight.group]
+            elif not flight.task.cancelled():
                 flight.group = flight.task.result()
         generated = [flight.group for flight in self._flights if flight.is_generated]
         restarts = self._in_flight is InFlight.RESTART
@@ -373,7 +460,7 @@ class Sampler:
 
     def _collected(self, rollout: _Rollout) -> Collected:
         filled = rollout.target - len(rollout.kept)
-        groups = rollout.kept + [spare.group for spare in rollout.spare[:filled]]
+        groups = sorted(rollout.kept + [spare.group for spare in rollout.spare[:filled]], key=group_order)
         for spare in rollout.spare[filled:]:
             self._drop(spare, rollout)
         for sample in itertools.chain.from_iterable([*groups, *(each.group for each in rollout.dropped)]):
@@ -382,18 +469,17 @@ class Sampler:
         assert self.ledger.in_flight == len(self._flights) + len(self._restored), "a group is lost or counted twice"
         metrics = self.ledger.metrics(self._reported)
         self._reported_before, self._reported = self._reported, self.ledger.copy()
-        return Collected(
-            groups=sorted(groups, key=group_order), dropped=rollout.dropped, late=rollout.late, metrics=metrics
-        )
+        return Collected(groups=groups, dropped=rollout.dropped, late=rollout.late, metrics=metrics)
 
     def _too_few(self, rollout: _Rollout) -> str:
         reasons = Counter(each.reason for each in (*rollout.dropped, *rollout.spare))
         reasons.update({"stale": len(rollout.late)} if rollout.late else {})
+        flag = "--max-groups-ahead" if self._continuous else "--over-sampling-batch-size"
         fell = ", ".join(f"{count} fell because {reason}" for reason, count in reasons.most_common())
         return (
             f"rollout {rollout.number}: {sum(reasons.values()) + len(rollout.kept)} groups were generated and "
             f"{len(rollout.kept)} of the {rollout.target} needed were kept; {fell} "
-            f"(--max-refill-rounds {self._max_refills} x --over-sampling-batch-size {self._batch_size})"
+            f"(--max-refill-rounds {self._max_refills} x {flag} {self._batch_size})"
         )
 
 
@@ -405,8 +491,20 @@ def group_order(group: Group) -> int:
     return index
 
 
-async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancels the tasks and waits until each has really ended."""
+async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancels the tasks and waits until each has really ended. One that does not is left behind with a warning."""
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    if not tasks:
+        return
+    ended, left = await asyncio.wait(tasks, timeout=CANCEL_S)
+    await asyncio.gather(*ended, return_exceptions=True)  # nobody else asks what they raised
+    for task in left:
+        logger.warning(
+            "%s is left behind: a function of it goes on %g s after it was cancelled; it must not catch CancelledError",
+            *(task.get_name(), CANCEL_S),
+        )
+
+
+def _to_json(group: Group) -> list[dict[str, Any]]:
+    return [sample_to_json(sample.copy()) for sample in group]

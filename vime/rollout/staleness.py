@@ -106,12 +106,20 @@ class StalenessBound:
         """Returns when what the engines would sample now is new enough for that rollout."""
         await self.history.until(lambda: rollout_id - self.history.trainings <= self.max_staleness)
 
-    def may_start(self, rollout_id: int, claimed: int) -> int:
-        """How many more groups may start, where so many have a place in this rollout or in later ones."""
+    def may_start(self, rollout_id: int, places: int, deadlines: Sequence[int]) -> int:
+        """How many more groups may start, where this rollout has so many places that are not taken, and groups of these
+        deadlines are in flight."""
         if not self.runs_ahead:
             return sys.maxsize
-        rollouts = self.history.trainings + self.max_staleness + 1 - rollout_id
-        return rollouts * self.batch_size - claimed
+        later = self.history.trainings + self.max_staleness - rollout_id
+        return later * self.batch_size + places - self.claims(rollout_id, places, deadlines)
+
+    def claims(self, rollout_id: int, places: int, deadlines: Sequence[int]) -> int:
+        """For how many groups of these deadlines a place is held: with ``wait`` for all, else for none that would come
+        too late."""
+        if not self.runs_ahead or self.policy == "wait":
+            return len(deadlines)
+        return count_in_time(deadlines, rollout_id, places, self.batch_size)
 
     def deadline(self, group: Group) -> int:
         """The last rollout that may use a group which starts now."""
@@ -154,12 +162,18 @@ class StalenessBound:
 
 
 def in_time(deadlines: Sequence[int], rollout_id: int, places: int, batch_size: int) -> bool:
-    """Whether every group can be trained by its deadline: the earliest first, ``places`` of them in this rollout and
-    ``batch_size`` in each later one. (No other order does better: Jackson's rule.)"""
-    return all(
-        rollout_id + (max(number - places, -1) // batch_size) + 1 <= deadline
-        for number, deadline in enumerate(sorted(deadlines))
-    )
+    """Whether every group can be trained by its deadline, with ``places`` in this rollout and ``batch_size`` in each
+    later one."""
+    return count_in_time(deadlines, rollout_id, places, batch_size) == len(deadlines)
+
+
+def count_in_time(deadlines: Sequence[int], rollout_id: int, places: int, batch_size: int) -> int:
+    """The most groups that can be trained by their deadlines: the earliest first, without those that would be late. (No
+    order does better: Jackson's rule, and Moore's for jobs that take equally long.)"""
+    count = 0
+    for deadline in sorted(deadlines):
+        count += rollout_id + (max(count - places, -1) // batch_size) + 1 <= deadline
+    return count
 
 
 def drop_metrics(kept: Sequence[Group], late: Sequence[Group]) -> dict[str, float]:

@@ -31,7 +31,8 @@ class Asynchrony:
     )
     max_groups_ahead: int = derived(
         "(max-staleness + 1) x rollout-batch-size",
-        help="With --fully-async, most groups in flight or finished that no rollout has taken.",
+        help="With --fully-async, most groups in flight or finished that no rollout has taken, also those that come "
+        "too late.",
     )
 
     @property
