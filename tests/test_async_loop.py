@@ -172,6 +172,19 @@ async def test_a_rollout_that_failed_early_does_not_cost_the_checkpoint_of_the_o
         await manager.generate(1)
 
 
+async def test_a_version_that_nobody_asked_for_lets_groups_start_too():
+    manager = bounded(generator := FakeGenerator(), 1, continuous=True, batch_size=6)
+    manager.synced(1, 0)
+    await manager.generate(0)
+    manager.begin(1)
+    await asyncio.wait_for(manager._ahead, 5)
+    before = len(generator.requests)
+    manager.advanced(2, 1)
+    await asyncio.sleep(0.1)
+    assert len(generator.requests) == before + 12, "a rollout of 3 groups of 4"
+    await manager.close()
+
+
 async def test_a_rollout_that_nobody_asks_for_ends_with_the_manager():
     manager = bounded(FakeGenerator(), 1)
     manager.begin(1)

@@ -12,7 +12,7 @@ import pytest
 from vime.cluster.turns import Turns
 from vime.cluster.weights import GroupWeightSync
 from vime.serving.fleet import Fleet, State
-from vime.serving.http import EngineError
+from vime.serving.http import EngineError, Refused
 from vime.weights import transfers
 from vime.weights.plan import WeightPlan
 from vime.weights.sync import SyncError
@@ -103,12 +103,18 @@ class OneBroadcast(transfers.SharedMemory):
 
 class Scene:
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *, engines: int = 2, broadcasts: bool = False, tolerant: bool = True
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        engines: int = 2,
+        broadcasts: bool = False,
+        tolerant: bool = True,
+        router: Any = None,
     ) -> None:
         monkeypatch.setattr("vime.cluster.weights.Broadcast", OneBroadcast)
         monkeypatch.setattr(GroupWeightSync, "_probe_is_due", lambda self: False)
         self.trainer: Any = Trainer()
-        self.fleet = Fleet(tolerant=tolerant)
+        self.fleet = Fleet(router, tolerant=tolerant)
         self.turns = Turns(self.trainer, trainer_leaves=False, engines_sleep=False)
         self.unscheduled: list[tuple[int, int]] = []
         ledger: Any = SimpleNamespace(training=lambda: None, generating=lambda: None)
@@ -172,6 +178,58 @@ async def test_the_others_get_the_new_version_when_an_engine_fails_in_a_sync(
     assert world.fleet.engines == [good] == world.fleet.serving
     assert bad.dead is not None and f"cannot be reached for {step}" in bad.dead
     assert not world.fleet.is_quiet
+
+
+class Choosy:
+    """A router that does not take some engines."""
+
+    def __init__(self) -> None:
+        self.refuses: set[str] = set()
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+
+    async def add(self, url: str) -> None:
+        await self.is_open.wait()
+        if url in self.refuses:
+            raise Refused(f"the router answered with 400: {url} is not healthy", 400)
+
+
+async def test_an_engine_that_the_router_does_not_take_after_a_sync_is_lost_and_the_run_goes_on(
+    scene: Callable[..., Scene],
+) -> None:
+    router = Choosy()
+    world = scene(broadcasts=True, router=router)
+    await world.weights.sync()
+    await world.train()
+    bad = world.restart(1)
+    assert not await world.restore(bad), "it waits for the sync"
+    router.refuses = {bad.url}
+    assert await world.weights.sync() == 2
+    assert world.fleet.serving == [world.engines[0]] == world.fleet.engines
+    assert bad.dead is not None and "is not healthy" in bad.dead
+
+
+@pytest.mark.parametrize("tolerant", [True, False])
+async def test_at_the_start_the_router_must_take_every_engine(scene: Callable[..., Scene], tolerant: bool) -> None:
+    router = Choosy()
+    router.refuses = {"engine 1"}
+    with pytest.raises(EngineError, match="engine 1 is not healthy"):
+        await scene(router=router, tolerant=tolerant).weights.sync()
+
+
+async def test_a_checkpoint_never_has_a_version_whose_trainings_it_does_not_know(scene: Callable[..., Scene]) -> None:
+    """Also while the router has not taken the engines yet."""
+    router = Choosy()
+    world = scene(engines=1, broadcasts=True, router=router)
+    await world.weights.sync()
+    await world.train()
+    router.is_open.clear()
+    restore = asyncio.ensure_future(world.restore(world.restart(0)))
+    await asyncio.sleep(0.01)
+    assert world.weights.version == 2 and not restore.done()
+    assert world.unscheduled == [(2, 1)]
+    router.is_open.set()
+    assert await restore
 
 
 async def test_without_tolerance_a_failed_sync_is_raised(scene: Callable[..., Scene]) -> None:

@@ -176,6 +176,8 @@ class Driver:
         client = RouterClient(ROUTER, fleet, request_timeout_s=config.engine.request_timeout_s)
         prompts = self._prompts()
         hub = make_hub(config, prompts, config.args, FakeGraders(self.world, self.scenario.faults))
+        recorder, generator = _Recorder(self.world), self.generator(client)
+        self.rollouts = make_manager(config, prompts, config.args, generator, hub, recorder, self.versions)
         self.weights = GroupWeightSync(
             config,
             self.trainer,  # type: ignore[arg-type]
@@ -185,10 +187,8 @@ class Driver:
             broadcasts=False,
             ledger=FakeLedger(),  # type: ignore[arg-type]
             version=int(self._saved.get("weight_version", 1)) - 1,
-            unscheduled=self.versions.advanced,
+            unscheduled=self.rollouts.advanced,
         )
-        recorder, generator = _Recorder(self.world), self.generator(client)
-        self.rollouts = make_manager(config, prompts, config.args, generator, hub, recorder, self.versions)
         if self._saved:
             self.versions.load_state_dict(self._saved["weight_history"])
             self.source.load_state_dict(self._saved["source"])

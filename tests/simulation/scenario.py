@@ -22,6 +22,7 @@ class Faults:
     control_fails: float = 0.0
     engine_deaths: float = 0.0  # of one engine process
     starts_fail: float = 0.0
+    not_taken: float = 0.0  # of an engine that was restarted, by the router
     router_death: float = 0.0  # in one life of the driver
 
 
@@ -142,6 +143,7 @@ def scenario_of(seed: int) -> Scenario:
             control_fails=dice.rate("control fails", 0.03) * tolerant,
             engine_deaths=dice.rate("engine deaths", 1.0) * tolerant,
             starts_fail=dice.rate("starts fail", 0.3) * tolerant,
+            not_taken=dice.rate("not taken", 0.5) * tolerant,
             router_death=dice.rate("router death", 1.0) * tolerant,
         ),
     )

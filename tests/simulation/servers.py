@@ -57,8 +57,15 @@ class FakeRouter:
         await asyncio.sleep(LATENCY_S)
         if self._ended.is_set():
             raise Unreachable("the router cannot be reached for /add_worker")
-        if url not in self._members:
-            self._members.append(url)
+        if url in self._members:
+            return
+        engine = self._engines[url]
+        if 0 < engine.number < 3 and self._world.chance.hits(
+            self._faults.not_taken, "not taken", url, self._world.life
+        ):
+            self._world.tell("engine not taken", engine=str(engine))
+            raise Refused("the router answered with 400: the worker is not healthy", 400)
+        self._members.append(url)
 
     async def remove(self, url: str) -> None:
         await asyncio.sleep(LATENCY_S)

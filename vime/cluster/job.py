@@ -91,6 +91,11 @@ class Job(TrainingJob):
         args = config.args.extended(vllm_router_ip=router.hostname, vllm_router_port=router.port)
         self._hub = make_hub(config, self._prompts, args, self._pool)
         rewarder = make_rewarder(config, self._prompts, self._hub, self._teacher, EngineError)
+        self.rollouts = self._manager = manager = make_manager(
+            config, self._prompts, args, self._client, self._hub, self._record.recorder, self._history, rewarder
+        )
+        if self._state.get("rollouts") is not None:
+            manager.load_state_dict(self._state["rollouts"])
         self.weights = weights = GroupWeightSync(
             config,
             self.trainer,
@@ -101,13 +106,8 @@ class Job(TrainingJob):
             ledger=self._ledger,
             note=self._record.report.note,
             version=self._saved_version() - 1,
-            unscheduled=self._history.advanced,
+            unscheduled=manager.advanced,
         )
-        self.rollouts = self._manager = make_manager(
-            config, self._prompts, args, self._client, self._hub, self._record.recorder, self._history, rewarder
-        )
-        if self._state.get("rollouts") is not None:
-            self._manager.load_state_dict(self._state["rollouts"])
         self._supervisor = Supervisor(
             self._fleet,
             self._engines,

@@ -10,6 +10,7 @@ from vime.cluster.turns import Turns
 from vime.config import Config
 from vime.serving.control import EngineControl
 from vime.serving.fleet import Fleet, State
+from vime.serving.http import EngineError
 from vime.types import WeightVersion
 from vime.weights.probe import ProbeFailed, probe
 from vime.weights.sync import SyncError, Transfer, sync_engines
@@ -73,8 +74,8 @@ class GroupWeightSync:
         self._tolerance = TOLERANCE[config.parallel.dtype_name]
 
     async def sync(self) -> WeightVersion:
-        """Where the fleet is tolerant an engine that fails is lost, and the others go on; the first sync belongs to
-        the start of a run, and must reach all."""
+        """Where the fleet is tolerant an engine that fails, or that the router does not take, is lost, and the others
+        go on; the first sync belongs to the start of a run, and must reach all."""
         self._asked += 1
         try:
             async with self._one_at_a_time, self._turns.turn():
@@ -110,9 +111,7 @@ class GroupWeightSync:
                 if self._fleet.serving:
                     return False
                 trainings = self._turns.trained
-                await self._carry(self.version + (trainings > 0))
-                if trainings:
-                    self._unscheduled(self.version, trainings)
+                await self._carry(self.version + (trainings > 0), unscheduled=trainings)
                 return True
 
     async def _restored(self, engine: EngineControl, transfer: Transfer) -> bool:
@@ -122,8 +121,10 @@ class GroupWeightSync:
             await self._fleet.admit(engine)
         return True
 
-    async def _carry(self, version: WeightVersion) -> WeightVersion:
-        """Makes all engines that there are serve the trainer's weights as ``version``."""
+    async def _carry(self, version: WeightVersion, *, unscheduled: int = 0) -> WeightVersion:
+        """Makes all engines that there are serve the trainer's weights as ``version``, which has so many trainings more
+        behind it than the one before, without anybody having asked for it."""
+        is_first = self._syncs == 0
         with self._fleet.quiet():
             if self._syncs:
                 self._ledger.training()
@@ -134,12 +135,13 @@ class GroupWeightSync:
             await self._turns.to_generation()
             self._ledger.generating()
             self.version = version
+            if unscheduled:  # at once: a checkpoint that knows the version must know its trainings too
+                self._unscheduled(version, unscheduled)
             self._turns.trained = 0
             if self._probe_is_due():
                 await self._probe(reached)
             self._syncs += 1
-        for engine in reached:
-            await self._fleet.admit(engine)
+        await self._fleet.each(self._fleet.admit, reached, fatal=(EngineError,) if is_first else ())
         return version
 
     async def _transfer(self, version: WeightVersion) -> Transfer:

@@ -101,6 +101,11 @@ class RolloutManager:
         self._bound.history.synced(version, trainings)
         self._sampler.admission_changed()
 
+    def advanced(self, version: WeightVersion, trainings: int) -> None:
+        """The engines have this version, which has so many more trainings behind it than the one before."""
+        self._bound.history.advanced(version, trainings)
+        self._sampler.admission_changed()
+
     async def close(self) -> None:
         """Ends what was begun and not asked for, and what is in flight."""
         if self._ahead is not None:

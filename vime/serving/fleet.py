@@ -19,7 +19,7 @@ from vime.serving.http import EngineError, Unreachable
 
 __all__ = ["Fleet", "Membership", "State"]
 
-ADMISSION_TIMEOUT_S = 60.0  # a router that ended is back long before
+ADMISSION_TIMEOUT_S = 120.0  # a router that ended is back before: it has 60 s to start, and 30 s to take its engines
 RETRY_S = 0.5
 
 
