@@ -12,7 +12,9 @@ from vime.sandbox import Limits as SandboxLimits
 from vime.sandbox import LocalSandbox, Outcome, Sandbox, SandboxError
 from vime.types import Sample
 
-LIMITS = Limits(max_turns=6, tool_timeout_s=60, max_result_chars=2000)
+LIMITS = Limits(max_turns=6, tool_timeout_s=None, max_result_chars=2000)
+"""The sandbox ends each program in time. A deadline of the tool would count the wait for a free core, too."""
+
 SANDBOX_LIMITS = SandboxLimits(wall_s=10, cpu_s=5)
 
 

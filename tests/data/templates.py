@@ -63,6 +63,14 @@ LLAMA3 = (
 )
 """Nothing follows the end-of-turn token."""
 
+LLAMA2 = (
+    "{%- for m in messages %}"
+    "{%- if m.role == 'user' %}{{ '<|begin|><|head|> ' + m.content | trim + ' <|/head|>' }}"
+    "{%- elif m.role == 'assistant' %}{{ ' ' + m.content | trim + ' ' + eos_token }}"
+    "{%- else %}{{ raise_exception('only users and assistants') }}{%- endif %}{%- endfor %}"
+)
+"""White space before the end-of-turn token, which models do not write; no messages of tools, no generation prompt."""
+
 DISTILL = (
     "{%- for m in messages %}"
     "{%- if m.role == 'assistant' %}{{ '<|assistant|>' + m.content.split('</think>')[-1] + '<|endoftext|>' }}"

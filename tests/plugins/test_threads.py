@@ -17,6 +17,8 @@ async def test_result_and_error_come_back():
     assert await in_thread(lambda: 3, name="t") == 3
     with pytest.raises(KeyError, match="lost"):
         await in_thread(lambda: {}["lost"], name="t")
+    with pytest.raises(RuntimeError, match="the function raised StopIteration"):
+        await asyncio.wait_for(in_thread(lambda: next(iter([])), name="t"), 5)
 
 
 def test_a_function_that_does_not_return_keeps_no_process_alive():

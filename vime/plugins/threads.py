@@ -33,7 +33,7 @@ async def in_thread(function: Callable[[], T], *, name: str) -> T:
         try:
             result = function()
         except BaseException as error:
-            failure = error
+            failure = error if not isinstance(error, StopIteration) else _as_coroutines_raise_it(error)
             tell(lambda: outcome.set_exception(failure))
         else:
             tell(lambda: outcome.set_result(result))
@@ -41,3 +41,10 @@ async def in_thread(function: Callable[[], T], *, name: str) -> T:
     context = contextvars.copy_context()
     threading.Thread(target=lambda: context.run(work), name=name, daemon=True).start()
     return await outcome
+
+
+def _as_coroutines_raise_it(error: StopIteration) -> RuntimeError:
+    """A future refuses a StopIteration, and whoever waits for it would wait for ever."""
+    raised = RuntimeError("the function raised StopIteration")
+    raised.__cause__ = error
+    return raised

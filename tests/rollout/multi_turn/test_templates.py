@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.templates import CHATML, DISTILL, GLM, LLAMA3, QWEN3, QWEN25, QWEN35, tokenizer_with
+from tests.data.templates import CHATML, DISTILL, GLM, LLAMA2, LLAMA3, QWEN3, QWEN25, QWEN35, tokenizer_with
 from vime.errors import UserError
 from vime.rollout.multi_turn.templates import TurnTemplate
 from vime.rollout.multi_turn.tool_calls import hermes
@@ -74,6 +74,10 @@ LLAMA3_EPISODE = (
     "<|head|>tool<|/head|>\n\n2<|eot|><|head|>tool<|/head|>\n\ntwo<|eot|><|head|>assistant<|/head|>\n\n"
     "[It is 2.<|eot|>]<|head|>user<|/head|>\n\nSure?<|eot|><|head|>assistant<|/head|>\n\n[Yes.<|eot|>]"
 )
+LLAMA2_EPISODE = (
+    "<|begin|><|head|> 1 + 1? <|/head|>[ I ask.<|endoftext|>]<|begin|><|head|> 2\ntwo <|/head|>"
+    "[ It is 2.<|endoftext|>]<|begin|><|head|> Sure? <|/head|>[ Yes.<|endoftext|>]"
+)
 GLM_EPISODE = (
     "<|user|>\n1 + 1?<|assistant|>\n[I ask.<|observation|>]\n2<|observation|>\ntwo<|assistant|>\n"
     "[It is 2.<|user|>]\nSure?<|assistant|>\n[Yes.<|user|>]"
@@ -91,6 +95,7 @@ DISTILL_EPISODE = (
         pytest.param(CHATML, CHATML_EPISODE, id="SmolLM2"),
         pytest.param(QWEN25, QWEN25_EPISODE, id="Qwen2.5"),
         pytest.param(QWEN3, QWEN3_EPISODE, id="Qwen3"),
+        pytest.param(LLAMA2, LLAMA2_EPISODE, id="Llama 2"),
         pytest.param(LLAMA3, LLAMA3_EPISODE, id="Llama 3"),
         pytest.param(GLM, GLM_EPISODE, id="GLM"),
         pytest.param(DISTILL, DISTILL_EPISODE, id="R1 distilled"),
@@ -130,6 +135,7 @@ def test_each_turn_is_asked_for_as_the_first_one_is(template: str, kwargs: dict[
     [
         (QWEN25, "cut", "cut<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"),
         (LLAMA3, "cut", "cut<|eot|><|head|>user<|/head|>\n\nGo on.<|eot|><|head|>assistant<|/head|>\n\n"),
+        (LLAMA2, " cut", " cut <|endoftext|><|begin|><|head|> Go on. <|/head|>"),
         (GLM, "cut", "cut<|user|>\nGo on.<|assistant|>\n"),
         # the end of a text is not the end of a turn
         (
@@ -207,6 +213,13 @@ def test_a_template_that_ends_turns_otherwise_before_some_messages_is_refused() 
     odd = CHATML.replace("m['content'] + '<|im_end|>", "m['content'] + ('<|eot|>' if loop.last else '<|im_end|>') + '")
     with pytest.raises(UserError, match=r"ends an answer with '<\|eot\|>\\n' when nothing follows and with"):
         TurnTemplate(tokenizer_with(odd))
+
+
+@pytest.mark.parametrize("end", ["</turn>", "\n[END]<|im_end|>"])
+def test_a_template_whose_ends_the_model_may_have_written_already_is_refused(end: str) -> None:
+    """As texts of several tokens, they would stand there twice."""
+    with pytest.raises(UserError, match="which does not begin with a special token of the tokenizer"):
+        TurnTemplate(tokenizer_with(CHATML.replace("<|im_end|>", end.replace("\n", "\\n"))))
 
 
 def test_templates_that_cannot_be_used_say_so() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -142,6 +144,31 @@ async def test_a_tool_that_is_too_slow_is_not_waited_for_even_if_it_will_not_end
     assert (counts["tool_calls"], counts["tool_errors"], counts["tool_timeouts"]) == (2, 1, 1)
     assert 0.05 <= counts["tool_seconds"] < 1
     stubborn.released.set()
+
+
+async def test_plain_functions_that_never_return_hold_up_no_other_tool_and_no_thread_of_the_event_loop() -> None:
+    released = threading.Event()
+
+    def hangs() -> None:
+        released.wait()
+
+    stuck = (os.cpu_count() or 1) + 6  # more than the event loop has threads for
+    try:
+        environment = tools(hangs, timeout_s=0.05, max_calls=stuck)
+        assert await told(environment, call("hangs") * stuck) == ["Error: hangs did not answer within 0.05 s"] * stuck
+        assert await told(tools(shout, timeout_s=5), call("shout", '{"word": "hi"}')) == ["HI?"]
+        assert await asyncio.wait_for(asyncio.to_thread(shout, "hi"), 5) == "HI\ud800"
+    finally:
+        released.set()
+
+
+async def test_a_tool_without_a_deadline_ends_by_itself() -> None:
+    async def waits_for_its_turn() -> str:
+        await asyncio.sleep(0.1)
+        return "done"
+
+    assert await told(tools(waits_for_its_turn, timeout_s=0.01), call("waits_for_its_turn")) != ["done"]
+    assert await told(tools(waits_for_its_turn, timeout_s=None), call("waits_for_its_turn")) == ["done"]
 
 
 async def test_calls_of_one_turn_run_together() -> None:

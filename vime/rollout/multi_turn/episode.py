@@ -40,7 +40,7 @@ class Limits:
 
     max_turns: int = 16
     max_turn_tokens: int | None = None  # of one turn; the environment sees what was cut off, and may go on
-    tool_timeout_s: float = 60.0
+    tool_timeout_s: float | None = 60.0  # of one call; None: the tools end by themselves
     max_calls: int = 16  # in one turn
     max_result_chars: int = 8192  # of one call
 

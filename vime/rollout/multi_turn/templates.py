@@ -40,7 +40,8 @@ class TurnTemplate:
         tool_role: as whom tools speak: "user" where the template has no messages of tools.
 
     Raises:
-        UserError: there is no chat template, or it does not show the answer of an assistant.
+        UserError: there is no chat template, it does not show the answer of an assistant, or it ends answers with
+            something else than a special token.
     """
 
     def __init__(self, tokenizer: Any, *, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -48,9 +49,14 @@ class TurnTemplate:
         self._template = ChatTemplate(tokenizer, kwargs=kwargs)
         if not self._template.exists:
             raise UserError("multi-turn generation needs a chat template, and the tokenizer has none")
-        self._marks = frozenset(tokenizer.added_tokens_decoder)
+        self._marks = frozenset(tokenizer.added_tokens_decoder) | frozenset(tokenizer.all_special_ids)
         self._others = frozenset(tokenizer.get_vocab()[name] for name in OTHER_ENDS if name in tokenizer.get_vocab())
         self._close = self._behind_answer([], add_generation_prompt=False)
+        if self._close.strip() and self._end_in(self._encode(self._close)) is None:
+            raise UserError(
+                f"{self._template} ends an answer with {self._close!r}, which does not begin with a special token of "
+                "the tokenizer: an answer that the model ended itself would be ended twice"
+            )
         self.tool_role: Literal["tool", "user"] = "tool" if self._shows_tool_messages() else "user"
         self._ends = self._end_tokens()
         asks = self._behind_answer([QUESTION], add_generation_prompt=True)
@@ -80,8 +86,11 @@ class TurnTemplate:
                 f"{text[: len(self._close)]!r} before a message of role {messages[0]['role']!r}"
             )
         ids = self._encode(text)
-        same = {ids[0]} & self._marks if ids else set()
-        return ids[1:] if turn and turn[-1] in same | (self._others if self._close else frozenset()) else ids
+        end = self._end_in(ids)
+        if end is None or not turn:
+            return ids
+        others = self._others if self._close.strip() else frozenset()
+        return ids[end + 1 :] if turn[-1] == ids[end] or turn[-1] in others else ids
 
     def text(self, turn: Sequence[int]) -> str:
         """What the model said in a turn, with the special tokens that may mark calls, without the one that ends it.
@@ -114,9 +123,18 @@ class TurnTemplate:
 
     def _end_tokens(self) -> frozenset[int]:
         """The tokens that are no part of what a turn says when it ends with one of them."""
-        firsts = {token for message in (RESULT, QUESTION) for token in self.between((), [message])[:1]}
+        following = [self.between((), [message]) for message in (RESULT, QUESTION)]
+        found = [(ids, self._end_in(ids)) for ids in following]
         eos = {self._tokenizer.eos_token_id} - {None}
-        return frozenset((firsts & self._marks) | eos) | self._others
+        return frozenset({ids[end] for ids, end in found if end is not None} | eos) | self._others
+
+    def _end_in(self, following: Sequence[int]) -> int | None:
+        """Where the token that ends a turn stands in what follows the turn: first, or behind white space, which models
+        do not write before it as some templates do."""
+        for position, token in enumerate(following):
+            if self._tokenizer.decode([token], skip_special_tokens=False).strip():
+                return position if token in self._marks else None
+        return None
 
     def _shows_tool_messages(self) -> bool:
         try:

@@ -1,13 +1,14 @@
 """Tools: what a model may call, and how its calls are carried out.
 
 Nothing that a model writes and nothing that a tool does ends a run: each call gives the model a message, a result or
-what went wrong, within the tool's deadline. A tool raises ``EpisodeFailed`` where the fault is neither the model's nor
+what went wrong, within a deadline. A tool raises ``EpisodeFailed`` where the fault is neither the model's nor
 the tool's (a server is down): such an episode is not trained on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import re
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 from vime.errors import EngineError, UserError
+from vime.plugins.threads import in_thread
 from vime.rollout.multi_turn.environment import Environment, EpisodeFailed, Turn
 from vime.rollout.multi_turn.tool_calls import BadCall, Parser, ToolCall
 from vime.rollout.tasks import together
@@ -55,7 +57,8 @@ def definition_of(tool: Tool) -> dict[str, Any]:
 class ToolFunction:
     """A function as a Tool: its name, its docstring, and a schema made of its annotations.
 
-    A plain function runs in a thread, which its deadline does not end; write a coroutine for what can take long.
+    A plain function runs in a thread of its own, which its deadline does not end: it holds nothing up, but it runs on.
+    Write a coroutine for what can take long.
 
     Raises:
         UserError: a parameter has no annotation, or one that JSON has no type for.
@@ -70,7 +73,7 @@ class ToolFunction:
     async def call(self, arguments: Mapping[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(**arguments)
-        return await asyncio.to_thread(self._function, **arguments)
+        return await in_thread(functools.partial(self._function, **arguments), name=f"tool {self.name}")
 
 
 class Tools(Environment):
@@ -78,7 +81,7 @@ class Tools(Environment):
 
     Args:
         parse: finds the calls in a turn.
-        timeout_s: deadline of one call.
+        timeout_s: deadline of one call; None: the tools end by themselves.
         max_calls: in one turn; the model is told that further ones were not made.
         max_result_chars: what is left of a longer result are its beginning and its end.
 
@@ -91,7 +94,7 @@ class Tools(Environment):
         tools: Sequence[Tool],
         parse: Parser,
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = 60.0,
         max_calls: int = 16,
         max_result_chars: int = 8192,
     ) -> None:
