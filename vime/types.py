@@ -107,6 +107,7 @@ class Sample:
     teacher_log_probs: list[float] | None = None  # [T] nats, of the teacher of on-policy distillation
     weight_versions: list[WeightVersion] = field(default_factory=list)  # [T]
     status: _Status = _Status.PENDING
+    awaits_hooks: bool = False  # generated, and not shown to the sample hooks yet
     remove_sample: bool = False  # True: keeps its place in baseline and denominator, its mask becomes 0
     metadata: dict[str, Any] = field(default_factory=dict)
     train_metadata: dict[str, Any] | None = None
@@ -173,6 +174,7 @@ class Sample:
             teacher_log_probs=None,
             weight_versions=[],
             status=Status.PENDING,
+            awaits_hooks=False,
             remove_sample=False,
         )
         for known in ("start_rollout_id", "multi_turn"):  # of the answer

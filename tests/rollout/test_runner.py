@@ -10,7 +10,7 @@ from tests.rollout.worlds import on_virtual_clock
 from vime.errors import EngineError
 from vime.plugins.hook import Hook, HookError
 from vime.rollout.generate import SingleTurn
-from vime.rollout.hooks import custom_generate
+from vime.rollout.hooks import custom_generate, sample_hook
 from vime.rollout.runner import Gate, Runner
 from vime.serving.http import Refused
 from vime.types import Generation, Sample, SamplingParams, Status
@@ -226,3 +226,104 @@ def test_what_was_sampled_before_an_interruption_can_be_masked():
     assert begun.loss_mask == [0, 0] + [1] * new and begun.weight_versions == [1, 1] + [2] * new
     assert other.loss_mask is None
     assert metrics["rollout/samples/continued"] == 1
+
+
+# --- sample hooks -------------------------------------------------------------------------------------------
+
+
+def test_a_complete_answer_whose_hook_is_slow_waits_as_it_was_generated_and_is_never_generated_again():
+    calls = []
+
+    async def generate(args, sample, sampling_params):
+        calls.append("generate")
+        return fill(sample)
+
+    async def judge(sample, evaluation):
+        calls.append("first hook")
+        sample.metadata["list"].append("half done")
+        await asyncio.sleep(100 if len(calls) == 2 else 0)
+        return sample
+
+    async def last(sample, evaluation):
+        calls.append("last hook")
+        return sample
+
+    async def live():
+        runner, group = runner_of(generate, hooks=[judge, last]), fresh()
+        running = asyncio.ensure_future(runner.run(group, 0, PARAMS))
+        await asyncio.sleep(1)
+        async with runner.halt():
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        took, (waiting,) = asyncio.get_running_loop().time(), group
+        waits = (waiting.status, waiting.awaits_hooks, list(waiting.metadata["list"]), waiting.reward)
+        await runner.run(group, 1, PARAMS)
+        return took, waits, group
+
+    took, waits, (sample,) = on_virtual_clock(live)
+    assert took == 1, "an abort does not wait for hooks"
+    assert waits == (Status.COMPLETED, True, [], None)
+    assert calls == ["generate", "first hook", "first hook", "last hook"]
+    assert sample.metadata == {"list": ["half done"]} and sample.reward == 0.0 and not sample.awaits_hooks
+
+
+def test_a_hook_that_loses_its_engine_is_called_again_and_the_answer_is_not_generated_again():
+    calls = []
+
+    async def generate(args, sample, sampling_params):
+        calls.append("generate")
+        return fill(sample)
+
+    async def judge(sample, evaluation):
+        calls.append("hook")
+        sample.metadata["list"].append(1)
+        if len(calls) == 2:
+            raise EngineError("engine 0 is gone")
+        return sample
+
+    async def live():
+        runner, group = runner_of(generate, hooks=[judge], requeues=1), fresh()
+        await runner.run(group, 0, PARAMS)
+        return group, runner.pop_metrics()
+
+    (sample,), metrics = on_virtual_clock(live)
+    assert calls == ["generate", "hook", "hook"] and sample.metadata == {"list": [1]}
+    assert metrics["rollout/samples/requeued"] == 1
+
+
+# --- functions that never return ----------------------------------------------------------------------------
+
+
+def test_a_generate_function_or_hook_has_a_deadline_for_each_sample():
+    async def stuck(args, sample, *rest, **keywords):
+        await asyncio.Event().wait()
+
+    async def done(args, sample, sampling_params):
+        return fill(sample)
+
+    async def live(requeues, generate, *hooks):
+        hooks = [sample_hook(Hook(each, "--rollout-sample-hook", "mine:h"), None, timeout_s=50) for each in hooks]
+        generate = custom_generate(Hook(generate, "--custom-generate-function-path", "mine:f"), None, timeout_s=50)
+        runner = Runner(generate, FakeRewarder(), seed=1, concurrency=8, hooks=hooks, requeues=requeues)
+        await runner.run(fresh(), 0, PARAMS)
+
+    late = r"did not return within --rollout-function-timeout-s 50, for sample 0"
+    for requeues in (None, 3):
+        with pytest.raises(HookError, match=f"custom-generate-function-path mine:f: {late}"):
+            on_virtual_clock(lambda requeues=requeues: live(requeues, stuck))
+        with pytest.raises(HookError, match=f"rollout-sample-hook mine:h: {late}"):
+            on_virtual_clock(lambda requeues=requeues: live(requeues, done, stuck))
+
+
+def test_a_service_of_a_function_that_is_taken_for_a_lost_engine_is_named_at_once(caplog):
+    calls = []
+
+    async def generate(args, sample, sampling_params):
+        calls.append(1)
+        if len(calls) < 3:
+            raise TimeoutError("the search service did not answer")
+        return fill(sample)
+
+    on_virtual_clock(lambda: runner_of(generate, requeues=5).run(fresh(), 0, PARAMS))
+    (told,) = [record.message for record in caplog.records]
+    assert "sample 0" in told and "the search service did not answer" in told

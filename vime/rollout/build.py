@@ -214,6 +214,7 @@ def make_manager(
         history: of the engines' weights, also of those before a resume.
     """
     hooks = prompts.hooks
+    deadline = config.sampling.rollout_function_timeout_s
     gate = Gate(generator)
     args = args.extended(generator=gate, max_context_tokens=prompts.max_context)
 
@@ -225,13 +226,17 @@ def make_manager(
         custom: Hook | None, max_context: int, tool_key: str, eval_reward_key: str | None, rewarder: Rewarder
     ) -> Runner:
         own_args = args.extended(max_context_tokens=max_context, tool_key=tool_key, eval_reward_key=eval_reward_key)
-        usual = custom_generate(custom, own_args) if custom else _single_turn(prompts, args, gate, max_context)
+        usual = (
+            custom_generate(custom, own_args, timeout_s=deadline)
+            if custom
+            else _single_turn(prompts, args, gate, max_context)
+        )
         return Runner(
-            own_generate(usual, own, own_args),
+            own_generate(usual, own, own_args, timeout_s=deadline),
             rewarder,
             seed=config.data.rollout_seed,
             concurrency=config.engine.vllm_server_concurrency * max(config.cluster.num_engines, 1),
-            hooks=[sample_hook(hook, args) for hook in hooks.all(contracts.ROLLOUT_SAMPLE_HOOK)],
+            hooks=[sample_hook(hook, args, timeout_s=deadline) for hook in hooks.all(contracts.ROLLOUT_SAMPLE_HOOK)],
             gate=gate,
             masks_continued=config.sampling.mask_offpolicy_in_partial_rollout,
             requeues=config.sampling.max_sample_requeues if config.sampling.use_fault_tolerance else None,
@@ -244,7 +249,6 @@ def make_manager(
     collect, evaluate = hooks.get(contracts.ROLLOUT_FUNCTION), hooks.get(contracts.EVAL_FUNCTION)
     multiple = None if hooks.get(contracts.CUSTOM_CONVERT_SAMPLES) else config.batch.global_batch_size
     removes, processes = hooks.get(contracts.ROLLOUT_SAMPLE_FILTER), hooks.get(contracts.ROLLOUT_ALL_SAMPLES_PROCESS)
-    deadline = config.sampling.rollout_function_timeout_s
     bound = staleness_bound(config, history)
     return RolloutManager(
         sampler=_sampler(config, prompts.source, runner, _judge(config, hooks, args), bound),

@@ -41,5 +41,7 @@ class Sampling:
         10, help="With --use-fault-tolerance, how many times an answer is tried again before it counts as failed."
     )
     rollout_function_timeout_s: float = flag(
-        86400.0, help="Deadline of one call of --rollout-function-path or --eval-function-path, in seconds."
+        86400.0,
+        help="Deadline of one call of --rollout-function-path or --eval-function-path, and of "
+        "--custom-generate-function-path or an async --rollout-sample-hook for one sample, in seconds.",
     )
