@@ -37,13 +37,13 @@ def ray_session(needed: int) -> Iterator[Slots]:
     local one is started, and ended with the block; on a machine without GPUs it offers as many slots as are needed.
 
     Raises:
-        UserError: the cluster has fewer slots than needed.
+        UserError: the cluster has fewer slots than needed, or cannot be joined.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray 2.60 warns about its coming default
     joins = "RAY_ADDRESS" in os.environ
     cores = psutil.cpu_count() or 1
     if joins:
-        ray.init(address="auto", logging_level=logging.ERROR, log_to_driver=False)
+        _join()
     else:
         ray.init(
             num_cpus=max(cores, needed + 1),
@@ -56,6 +56,17 @@ def ray_session(needed: int) -> Iterator[Slots]:
         yield _slots(needed, cores)
     finally:
         ray.shutdown()
+
+
+def _join() -> None:
+    address = os.environ["RAY_ADDRESS"]
+    try:
+        ray.init(address="auto", logging_level=logging.ERROR, log_to_driver=False)
+    except ConnectionError as error:
+        raise UserError(
+            f"RAY_ADDRESS {address}: this cluster cannot be joined ({str(error).splitlines()[0]}); is it up, and does "
+            "this user have its token (~/.ray/auth_token, RAY_AUTH_TOKEN)?"
+        ) from None
 
 
 def _slots(needed: int, cores: int) -> Slots:
