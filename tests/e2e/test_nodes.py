@@ -27,7 +27,7 @@ WORKER = "127.0.0.3"
 DASHBOARD = free_port()
 ROOT = Path(__file__).parents[2]
 WITH_TOKEN = {**os.environ, "RAY_AUTH_MODE": "token"}
-"""Ray 2.60 has token authentication on in clusters, and off in what would join one. (Our driver sees to that itself.)"""
+"""Ray 2.60 has token authentication on in clusters, and off in what would join one. (Our driver sees to it.)"""
 
 RAY = Path(sys.executable).with_name("ray")
 
@@ -111,10 +111,14 @@ def test_a_job_is_submitted(flags: list[str], save: Path, cluster: str) -> None:
     """As the guide says it: ``ray job submit -- python3 train.py ...``."""
     train = [sys.executable, str(ROOT / "train.py"), *separate(flags), "--num-rollout", "2", "--save", str(save)]
     command = [str(RAY), "job", "submit", "--address", f"http://127.0.0.1:{DASHBOARD}", "--"]
-    submitted = subprocess.run(
-        [*command, "env", f"PYTHONPATH={ROOT}", *train], env=WITH_TOKEN, capture_output=True, text=True, timeout=400
-    )
-    assert submitted.returncode == 0, submitted.stdout[-3000:]
+    words = [*command, "env", f"PYTHONPATH={ROOT}", *train]
+    end = time.monotonic() + 120
+    while True:
+        submitted = subprocess.run(words, env=WITH_TOKEN, capture_output=True, text=True, timeout=400)
+        if "No available agent" not in submitted.stderr or time.monotonic() > end:
+            break
+        time.sleep(2)  # a node takes jobs only some time after it has come up
+    assert submitted.returncode == 0, submitted.stdout[-3000:] + submitted.stderr[-1000:]
     assert "rollout 2 of 2" in submitted.stdout
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
 
