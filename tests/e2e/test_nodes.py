@@ -36,6 +36,7 @@ def start_node(log: Path, *words: str) -> subprocess.Popen[bytes]:
     """``ray start``, of a node with one slot."""
     command = [str(RAY), "start", *words, "--num-cpus", "1", "--disable-usage-stats", "--block"]
     command += ["--min-worker-port", "0", "--max-worker-port", "0", "--object-store-memory", str(100 << 20)]
+    command += ["--dashboard-agent-listen-port", str(free_port())]  # other Rays of this machine have the usual one
     with log.open("wb") as output:
         return subprocess.Popen(
             command, env=WITH_TOKEN, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
