@@ -30,6 +30,7 @@ class World:
         self.fleet = Fleet(self, tolerant=tolerant)
         self.words: dict[int, asyncio.Future[str]] = {}
         self.router_words: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.router_is_stuck = False
         self.refused: list[str] = []
         self.starts = 0
         self.fails_to_start = ""
@@ -113,8 +114,14 @@ class Router:
     async def ended(self) -> str:
         return await asyncio.shield(self._world.router_words)
 
+    async def check(self, timeout_s: float) -> None:
+        if self._world.router_is_stuck:
+            await asyncio.sleep(timeout_s)
+            raise EngineError(f"the router did not answer within {timeout_s:g} s")
+
     async def restart(self) -> list[str]:
         self._world.note("restart router")
+        self._world.router_is_stuck = False
         self._world.router_words = asyncio.get_running_loop().create_future()
         await asyncio.sleep(1)
         return self._world.refused
@@ -318,6 +325,40 @@ def test_a_router_that_ends_is_restarted_and_requests_wait_for_it() -> None:
     virtually(scenario)
 
 
+def test_a_router_that_hangs_is_found_by_its_check_and_restarted() -> None:
+    async def scenario() -> None:
+        world = await World().serving()
+        is_open: list[bool] = []
+        await watched(
+            world,
+            (35, lambda: setattr(world, "router_is_stuck", True)),
+            (70.5, lambda: is_open.append(world.fleet.is_open)),
+            (72, lambda: is_open.append(world.fleet.is_open)),
+            (95, nothing),
+        )
+        # checks at 30 s and 60 s; the second one gets no answer for 10 s; a restart takes 1 s
+        assert world.events == [(70.0, "restart router")]
+        assert is_open == [False, True]
+        assert world.said == [
+            "the router is lost, and will be restarted: the health check failed: the router did not answer within 10 s",
+            "the router was restarted",
+        ]
+
+    virtually(scenario)
+
+
+def test_without_tolerance_nobody_checks_the_router() -> None:
+    """As nobody checks engines: a run that nothing is restarted in ends with its servers' own ends."""
+
+    async def scenario() -> None:
+        world = await World(tolerant=False).serving()
+        world.router_is_stuck = True
+        await watched(world, (100, nothing))
+        assert world.events == []
+
+    virtually(scenario)
+
+
 def test_an_engine_that_the_new_router_does_not_take_is_lost() -> None:
     async def scenario() -> None:
         world = await World().serving()
@@ -328,23 +369,15 @@ def test_an_engine_that_the_new_router_does_not_take_is_lost() -> None:
     virtually(scenario)
 
 
-def test_requests_wait_while_no_engine_serves() -> None:
+def test_no_request_has_a_way_while_no_engine_serves() -> None:
     async def scenario() -> None:
         world = await World(1).serving()
-        clock = asyncio.get_running_loop().time
-        opened: list[float] = []
+        is_open: list[bool] = []
 
-        async def request() -> None:
-            await world.fleet.opened()
-            opened.append(clock())
+        def look() -> None:
+            is_open.append(world.fleet.is_open)
 
-        tasks: list[asyncio.Future[None]] = []
-        await watched(
-            world,
-            (5, lambda: world.end(0)),
-            (6, lambda: tasks.append(asyncio.ensure_future(request()))),
-            (99, nothing),
-        )
-        assert opened == [65.0]
+        await watched(world, (4, look), (5, lambda: world.end(0)), (6, look), (64, look), (66, look), (99, nothing))
+        assert is_open == [True, False, False, True]
 
     virtually(scenario)

@@ -16,6 +16,7 @@ from vime.serving import client as client_module
 from vime.serving.client import EngineError, RouterClient, parse_generation, request_body
 from vime.serving.control import EngineControl
 from vime.serving.fleet import Fleet
+from vime.serving.http import Late
 from vime.types import SamplingParams
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -309,6 +310,33 @@ async def test_an_engine_that_dies_while_requests_are_aborted_keeps_nobody_waiti
     await client.abort()  # the server knows no /abort_requests: it answers with 404
     assert request.result().finish_reason == "abort"
     assert fleet.engines == [] and "/abort_requests" in str(engine.dead)
+
+
+async def test_an_engine_that_hangs_when_it_is_told_to_abort_is_lost_before_the_abort_is_given_up(
+    tolerant: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests then end with it. Time is short here: what counts is which of the deadlines comes first."""
+    assert client_module.ABORT_CALL_TIMEOUT_S < client_module.ABORT_TIMEOUT_S / 2
+    monkeypatch.setattr(client_module, "ABORT_CALL_TIMEOUT_S", 0.2)
+    fleet: Fleet
+
+    async def generate_until_lost(_request: web.Request) -> web.Response:
+        while fleet.engines:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return web.Response(status=500, text="gone")
+
+    client, fleet, engine = await tolerant(generate_until_lost)
+
+    async def hang(path: str, body: object, *, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+        raise Late(f"engine 0 did not answer {path} within {timeout_s:g} s")
+
+    monkeypatch.setattr(engine, "_post", hang)
+    request = asyncio.ensure_future(client.generate([1], PARAMS, session_id="a"))
+    await asyncio.sleep(0.05)
+    await asyncio.wait_for(client.abort(), 5)
+    assert request.result().finish_reason == "abort"
+    assert engine.dead == "engine 0 did not answer /abort_requests within 0.2 s"
 
 
 async def test_a_reply_that_is_lost_holds_no_abort_up_for_long(

@@ -21,7 +21,7 @@ from vime.types import SamplingParams
 PARAMS = SamplingParams(max_tokens=1)
 
 
-async def start_engine(number: int, seconds: float = 0.0) -> tuple[web.AppRunner, str]:
+async def start_engine(number: int, seconds: float = 0.0, host: str = "127.0.0.1") -> tuple[web.AppRunner, str]:
     """Answers every request with its number as the token, after so many seconds."""
 
     async def generate(_request: web.Request) -> web.Response:
@@ -37,10 +37,14 @@ async def start_engine(number: int, seconds: float = 0.0) -> tuple[web.AppRunner
     app.router.add_get("/health", health)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    return runner, await serve_on(host, runner)
+
+
+async def serve_on(host: str, runner: web.AppRunner) -> str:
+    site = web.TCPSite(runner, host, 0)
     await site.start()
     assert site._server is not None
-    return runner, f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+    return f"http://{host}:{site._server.sockets[0].getsockname()[1]}"
 
 
 @pytest.fixture
@@ -214,6 +218,64 @@ async def test_a_killed_router_is_restarted_on_its_port_with_the_engines_that_ar
         assert set(await who_answers(url, [f"s{i}" for i in range(40)])) == {0, 2}
     finally:
         router.stop()
+
+
+async def test_a_router_that_hangs_fails_its_check_and_is_restarted(engines: list[str], tmp_path: Path) -> None:
+    router = RouterServer(log_dir=tmp_path)
+    url = await router.start(engines)
+    try:
+        await router.check(30)
+        assert router._process is not None
+        psutil.Process(router._process.pid).children()[0].suspend()
+        with pytest.raises(EngineError, match=r"the router .* did not answer /workers within 0.5 s"):
+            await router.check(0.5)
+        assert router.failure() is None, "its process lives"
+        assert await router.restart() == []
+        await router.check(30)
+        assert set(await who_answers(url, [f"s{i}" for i in range(40)])) == {0, 1, 2}
+    finally:
+        router.stop()
+
+
+async def test_an_engine_that_comes_back_after_a_restart_of_the_router_is_not_reached_through_a_proxy(
+    engines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is on another host, and was lost when the router was."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    runner, elsewhere = await start_engine(7, host="127.0.0.2")
+    router = RouterServer(log_dir=tmp_path)
+    url = await router.start([engines[0], elsewhere])
+    try:
+        await router.remove(elsewhere)
+        assert await router.restart() == []
+        await router.add(elsewhere)
+        assert set(await who_answers(url, [f"s{i}" for i in range(40)])) == {0, 7}
+    finally:
+        router.stop()
+        await runner.cleanup()
+
+
+async def test_an_external_router_that_does_not_take_an_engine_in_time_is_an_error(
+    engines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def none(_request: web.Request) -> web.Response:
+        return web.json_response({"workers": []})
+
+    async def hang(_request: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/workers", none)
+    app.router.add_post("/workers", hang)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    host, _, port = (await serve_on("127.0.0.1", runner)).removeprefix("http://").partition(":")
+    monkeypatch.setattr("vime.serving.router.START_TIMEOUT_S", 0.3)
+    with pytest.raises(EngineError, match=f"the router .* did not find these engines healthy: {engines[0]}"):
+        await RouterServer(external=(host, int(port)), log_dir=tmp_path).start(engines[:1])
+    await runner.cleanup()
 
 
 async def test_requests_of_an_engine_that_is_gone_fail_at_once_where_failures_are_reported(

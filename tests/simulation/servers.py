@@ -31,6 +31,7 @@ class FakeRouter:
         self._members: list[str] = []
         self._attempts: dict[tuple[str, int], int] = {}
         self._ended = asyncio.Event()
+        self._hangs = False
         self._under_way: list[Request] = []
 
     # the process
@@ -45,12 +46,27 @@ class FakeRouter:
         for request in self._under_way:
             request.disconnect()
 
+    def hang(self) -> None:
+        """It takes requests, and answers nothing any more, until it is killed."""
+        if not self._ended.is_set():
+            self._world.tell("router hangs")
+            self._hangs = True
+
+    async def check(self, timeout_s: float) -> None:
+        await asyncio.sleep(LATENCY_S)
+        if self._hangs:
+            await asyncio.sleep(timeout_s)
+            raise Late(f"the router did not answer /workers within {timeout_s:g} s")
+
     async def restart(self) -> list[str]:
+        if not self._ended.is_set():
+            self.end()
         await asyncio.sleep(2.0)
         refused = [url for url in self._members if not self._engines[url].is_healthy]
         self._members = [url for url in self._members if url not in refused]
         self._world.tell("router started", refused=refused)
         self._ended = asyncio.Event()
+        self._hangs = False
         return refused
 
     async def add(self, url: str) -> None:
@@ -81,6 +97,8 @@ class FakeRouter:
         self._world.tell("request", session=session, at=len(body["token_ids"]), attempt=attempt)
         await asyncio.sleep(LATENCY_S)
         chance, faults = self._world.chance, self._faults
+        if self._hangs:
+            await self._ended.wait()
         if self._ended.is_set():
             raise Unreachable("the router cannot be reached")
         if not self._members or chance.hits(faults.refused, "refused", *identity):
@@ -93,8 +111,10 @@ class FakeRouter:
         finally:
             self._under_way.remove(request)
         await asyncio.sleep(LATENCY_S)
-        if chance.hits(faults.lost_replies, "lost", *identity):
+        lost = chance.hits(faults.lost_replies, "lost", *identity)
+        if lost:
             self._world.tell("reply lost", session=session)
+        if lost or self._hangs:
             await self._ended.wait()
         if self._ended.is_set():
             raise Unreachable("the router broke the connection")
@@ -121,7 +141,9 @@ class FakeCluster:
         """All engines and the router, for the first time."""
         world, loop = self._world, asyncio.get_running_loop()
         if world.chance.hits(self._faults.router_death, "router ends", world.life):
-            loop.call_later(world.chance.seconds(2, 40, "router's life", world.life), self.router.end)
+            hangs = world.chance.hits(0.3, "router hangs", world.life)
+            seconds = world.chance.seconds(2, 40, "router's life", world.life)
+            loop.call_later(seconds, self.router.hang if hangs else self.router.end)
         return [self._started(index) for index in range(len(self._places))]
 
     async def start_engine(self, index: int) -> EngineControl:

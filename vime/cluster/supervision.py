@@ -15,12 +15,14 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from vime.rollout.tasks import together
 from vime.serving.control import EngineControl
 from vime.serving.fleet import Fleet, State
 from vime.serving.http import EngineError
+
+T = TypeVar("T")
 
 MOST_RESTARTS = 5
 PERIOD_S = 3600.0
@@ -55,8 +57,12 @@ class Router(Protocol):
     async def ended(self) -> str:
         """Waits until it ends; returns its last words."""
 
+    async def check(self, timeout_s: float) -> None:
+        """Asks it for its engines. Raises EngineError if it does not answer in time."""
+
     async def restart(self) -> list[str]:
-        """On the same port, with the same engines, but those that it returns. Raises EngineError."""
+        """On the same port, with the same engines, but those that it returns. Whatever runs is killed. Raises
+        EngineError."""
 
     async def remove(self, url: str) -> None:
         """Has no more requests sent to an engine. Never raises."""
@@ -64,7 +70,7 @@ class Router(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class HealthChecks:
-    """When an engine is asked for a token, and how long that may take."""
+    """When an engine is asked for a token, and the router for its engines, and how long that may take."""
 
     check: Callable[[EngineControl, float], Awaitable[None]]  # (engine, timeout in s) raises EngineError
     first_wait_s: float  # after the start of an engine
@@ -130,7 +136,7 @@ class Supervisor:
 
     async def _keep_router(self) -> None:
         while True:
-            reason = await self._router.ended()
+            reason = await self._end_of_router()
             self._tolerate("the router", reason)
             self._fleet.router_lost()
             try:
@@ -143,6 +149,22 @@ class Supervisor:
             self._fleet.count("router_restarts")
             self._fleet.router_back()
             self._say("the router was restarted")
+
+    async def _end_of_router(self) -> str:
+        """Waits until the router is of no more use; returns why."""
+        ends = [self._router.ended()]
+        if self._fleet.tolerant:
+            ends.append(self._sickness_of_router())
+        return await first_of(ends)
+
+    async def _sickness_of_router(self) -> str:
+        """Requests would wait in a router that hangs until their own deadline."""
+        while True:
+            await asyncio.sleep(self._health.interval_s)
+            try:
+                await self._router.check(self._health.timeout_s)
+            except EngineError as error:
+                return f"the health check failed: {error}"
 
     def _tolerate(self, name: str, reason: str) -> None:
         """Says that the server will be restarted. Raises EngineError if that is not wanted, or was done too often."""
@@ -203,7 +225,7 @@ class Supervisor:
         await self._fleet.until(lambda: self._fleet.is_quiet)
 
 
-async def first_of(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> Any:
+async def first_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> T:
     """The result of the one that ends first; the earlier one of several. The others are cancelled and waited for."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:

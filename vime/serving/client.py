@@ -22,6 +22,7 @@ ATTEMPTS = 4
 BACKOFF_S = 0.5  # before the second attempt; doubles for each further one
 ABORT_PERIOD_S = 0.2
 ABORT_TIMEOUT_S = 60.0
+ABORT_CALL_TIMEOUT_S = 20.0  # of one engine; when it is lost, its requests still have time to end with it
 ENGINE_ID_PREFIX = "generate-tokens-"  # vLLM puts it before the id that a request came with
 FINISH_REASONS = ("stop", "length", "abort")
 NOTHING = Generation(token_ids=[], log_probs=[], weight_versions=[], finish_reason="abort")
@@ -125,13 +126,16 @@ class RouterClient:
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_S):
                 while self._in_flight:
-                    await self._fleet.each(lambda engine: engine.abort(sorted(self._in_flight)))
+                    await self._fleet.each(self._abort_at)
                     await asyncio.sleep(ABORT_PERIOD_S)
         except TimeoutError:
             left = len(self._in_flight)
             raise EngineError(f"{left} requests did not end within {ABORT_TIMEOUT_S:g} s of being aborted") from None
         finally:
             self._aborts -= 1
+
+    async def _abort_at(self, engine: EngineControl) -> None:
+        await engine.abort(sorted(self._in_flight), timeout_s=ABORT_CALL_TIMEOUT_S)
 
     async def close(self) -> None:
         await self._router.close()

@@ -171,10 +171,6 @@ class Fleet:
         """Whether a request has a way to an engine. Always so in a run that ends with any of its servers."""
         return not self.tolerant or (self._router_is_up and bool(self.serving))
 
-    async def opened(self) -> None:
-        """Waits until requests have a way to an engine. Whoever restarts servers bounds how long this may take."""
-        await self.until(lambda: self.is_open)
-
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Engines are paused or asleep within: nobody asks them whether they generate."""

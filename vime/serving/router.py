@@ -7,7 +7,7 @@ import os
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +59,7 @@ class RouterServer:
         self._reserved: list[ReservedPort] = []
         self._process: ServerProcess | None = None
         self._engine_urls: list[str] = []  # those that it has, or is to have
+        self._hosts: set[str] = set()  # of all engines that it ever had: one that is gone may come back
         self.url = f"http://{external[0]}:{external[1]}" if external else ""
 
     @classmethod
@@ -84,6 +85,7 @@ class RouterServer:
             EngineError: the router ended or is unreachable, or does not find the engines healthy in time.
         """
         self._engine_urls = list(engine_urls)
+        self._hosts.update(map(_host, engine_urls))
         if not self._external:
             self._reserve()
             self._launch(self._engine_urls)
@@ -96,6 +98,7 @@ class RouterServer:
         return self.url
 
     async def _until_all_are_healthy(self, router: HttpServer) -> None:
+        missing = self._engine_urls
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 if self._external:
@@ -105,8 +108,19 @@ class RouterServer:
         except TimeoutError:
             raise EngineError(f"{router} did not find these engines healthy: {', '.join(missing)}") from None
 
+    async def check(self, timeout_s: float) -> None:
+        """Asks our router for its engines; somebody else's is somebody else's to look after.
+
+        Raises:
+            EngineError: it does not answer within ``timeout_s``.
+        """
+        if not self._external:
+            async with self._client() as router:
+                await self._workers(router, timeout_s)
+
     async def restart(self) -> list[str]:
-        """Starts our router again, after it ended, on the port that it had and with the engines that it should have.
+        """Starts our router again, after it ended or while it hangs, on its port and with the engines that it should
+        have.
 
         Returns:
             The engines that it did not find healthy within half a minute; it does not have them.
@@ -154,6 +168,7 @@ class RouterServer:
         """
         if url in self._engine_urls:
             return
+        self._hosts.add(_host(url))
         self._engine_urls.append(url)  # a router that is restarted meanwhile gets it too
         try:
             async with self._client() as router:
@@ -214,7 +229,7 @@ class RouterServer:
         }
         words = command_words("router", defaults | self._flags | owned)
         command = [sys.executable, "-m", "vllm_router.launch_router", *words]
-        self._process = ServerProcess("the router", command, log=self._log, environment=_no_proxy(self._engine_urls))
+        self._process = ServerProcess("the router", command, log=self._log, environment=_no_proxy(self._hosts))
 
     async def _register(self, router: HttpServer) -> None:
         known = await self._workers(router)
@@ -240,9 +255,9 @@ class RouterServer:
                 raise
             return None
 
-    async def _workers(self, router: HttpServer) -> dict[str, bool]:
+    async def _workers(self, router: HttpServer, timeout_s: float = 10.0) -> dict[str, bool]:
         """URL → whether the router holds it to be healthy."""
-        answer = await router.call("GET", "/workers", timeout_s=10)
+        answer = await router.call("GET", "/workers", timeout_s=timeout_s)
         return {worker["url"]: worker["is_healthy"] for worker in answer["workers"]}
 
     def failure(self) -> str | None:
@@ -268,8 +283,12 @@ class RouterServer:
             return
 
 
-def _no_proxy(urls: Sequence[str]) -> dict[str, str]:
+def _host(url: str) -> str:
+    return urllib.parse.urlsplit(url).hostname or ""
+
+
+def _no_proxy(engine_hosts: Set[str]) -> dict[str, str]:
     """The router would send requests for engines through a proxy that the environment names for the internet."""
-    hosts = {LOOPBACK, "localhost", *(urllib.parse.urlsplit(url).hostname or "" for url in urls)}
+    hosts = {LOOPBACK, "localhost", *engine_hosts}
     value = ",".join(filter(None, [os.environ.get("NO_PROXY", ""), *sorted(hosts)]))
     return {"NO_PROXY": value, "no_proxy": value}

@@ -23,10 +23,12 @@ class Engine:
         "to warm up.",
     )
     rollout_health_check_interval: float = flag(
-        30.0, help="Seconds between health checks of an engine. A check generates one token."
+        30.0, help="Seconds between health checks of an engine, which generate one token, and of the router."
     )
     rollout_health_check_timeout: float = flag(
-        30.0, help="Seconds without any token until an engine counts as stuck, and is restarted."
+        30.0,
+        help="Seconds without any token until an engine counts as stuck, and is restarted; without an answer, the "
+        "router.",
     )
     weight_sync_timeout_s: float = flag(
         600.0,
