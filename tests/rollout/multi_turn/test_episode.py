@@ -307,6 +307,9 @@ async def test_a_row_chooses_tools_and_cannot_name_others(tokenizer: Any) -> Non
     assert "Error: there is no tool 'sub', only add" in sample.response
     with pytest.raises(UserError, match=r"sample 5 .*: its metadata \(tools\) name the tool 'mul'; there are add, sub"):
         await player.with_tools(asked(tools='[{"name": "mul"}]'), PARAMS, both)
+    for given in (["add"], [{"function": {}}], "add", {"add": 1}, 7):
+        with pytest.raises(UserError, match=r"its metadata \(tools\) must be a list of tool definitions .*, not "):
+            await player.with_tools(asked(tools=given), PARAMS, both)
 
 
 async def test_a_prompt_that_was_rendered_is_taken_as_it_stands(tokenizer: Any) -> None:

@@ -109,7 +109,9 @@ async def test_ids_of_the_model_are_kept_where_every_template_takes_them(given: 
 
 
 async def test_a_turn_without_calls_is_not_answered() -> None:
-    assert await told(tools(add), "The answer is 3.") == []
+    environment = tools(add)
+    assert await told(environment, "The answer is 3.") == []
+    assert environment.metadata()["tool_seconds"] == 0.0
 
 
 @pytest.mark.parametrize(

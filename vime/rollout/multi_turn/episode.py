@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -236,7 +237,7 @@ class MultiTurn:
         return ids
 
     def _chosen(self, sample: Sample, tools: Sequence[Tool]) -> list[Tool]:
-        named = _names(sample.metadata.get(self._tool_key))
+        named = self._names(sample)
         known = {tool.name: tool for tool in tools}
         missing = [name for name in named or () if name not in known]
         if missing:
@@ -245,6 +246,18 @@ class MultiTurn:
                 f"{', '.join(known) or 'none'}"
             )
         return list(tools) if named is None else [known[name] for name in named]
+
+    def _names(self, sample: Sample) -> list[str] | None:
+        """Of the tools that its row defines, in OpenAI's form or without its frame; None: it defines none."""
+        given = sample.metadata.get(self._tool_key)
+        try:
+            definitions = json.loads(given) if isinstance(given, str) and given else given
+            return [str(each.get("function", each)["name"]) for each in definitions] if definitions else None
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise UserError(
+                f"{sample.name}: its metadata ({self._tool_key}) must be a list of tool definitions in OpenAI's form, "
+                f"not {reprlib.repr(given)}"
+            ) from error
 
 
 def _too_long(sample: Sample, why: str) -> Sample:
@@ -261,15 +274,6 @@ def _begin_anew(sample: Sample) -> None:
     """Takes away what ``Transcript.write`` would go on from: what was there before may have another prompt."""
     sample.tokens = []
     sample.metadata = {key: value for key, value in sample.metadata.items() if key != METADATA_KEY}
-
-
-def _names(definitions: Any) -> list[str] | None:
-    """Of the tools that a row defines, in OpenAI's form or without its frame; None: it defines none."""
-    if isinstance(definitions, str):
-        definitions = json.loads(definitions)
-    if not definitions:
-        return None
-    return [str(each.get("function", each).get("name")) for each in definitions]
 
 
 @functools.lru_cache(maxsize=8)

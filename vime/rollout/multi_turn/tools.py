@@ -112,6 +112,8 @@ class Tools(Environment):
         """One message for each call of the turn, in the order of the calls, which are carried out together. Those of a
         last turn are not carried out: nobody would hear of it."""
         calls = self._parse(turn.text).calls
+        if not calls:
+            return []  # or it would count how busy the event loop is
         clock = asyncio.get_running_loop().time
         begin = clock()
         contents = await together(self._answer(i, call, turn.last) for i, call in enumerate(calls))
