@@ -1,19 +1,23 @@
 """Attacks on the sandbox of this machine, at each isolation that the kernel offers. Everything here really runs."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
-from vime.sandbox import Limits, LocalSandbox, Outcome, SandboxError
+from vime.sandbox import Limits, LocalSandbox, Outcome, SandboxError, local
 from vime.sandbox.jail import _descendants
+from vime.sandbox.local import _end
 
 ISOLATIONS = ("namespaces", "user_namespaces", "process")
 SHUT_IN = ISOLATIONS[:2]
@@ -157,6 +161,54 @@ def test_a_memory_hog_gets_a_memory_error_at_the_limit_of_one_process(anywhere):
 def test_a_memory_hog_of_many_processes_is_killed_at_the_limit_of_all_together(anywhere):
     code = f"import os, time\nfor _ in range(3): os.fork()\nx = bytearray(b'x' * {80 * MIB})\ntime.sleep(10)"
     assert python(anywhere, code, wall_s=9.0).status is Outcome.MEMORY
+
+
+def test_memory_that_processes_could_share_counts_too(anywhere):
+    code = f"""
+import mmap, os, time
+for _ in range(3): os.fork()
+memory = mmap.mmap(-1, {80 * MIB})
+for at in range(0, len(memory), 4096): memory[at] = 1
+time.sleep(10)
+"""
+    assert python(anywhere, code, wall_s=9.0).status is Outcome.MEMORY
+
+
+def test_shared_memory_of_system_v_is_bounded():
+    code = f"import ctypes\nprint(ctypes.CDLL(None).shmget(0, ctypes.c_size_t({300 * MIB}), 0o600))"
+    result = python(sandbox("namespaces"), code)
+    if not os.access("/proc/sys/kernel/shmall", os.W_OK):
+        pytest.skip("/proc/sys is read-only here")
+    assert result.stdout == "-1\n"
+
+
+def test_processor_time_of_orphans_that_have_ended_counts(anywhere):
+    code = """
+import os, time
+while True:
+    if os.fork() == 0:
+        if os.fork() == 0:
+            while time.process_time() < 0.5: pass
+        os._exit(0)
+    os.wait()
+    time.sleep(1)
+"""
+    result = python(anywhere, code, cpu_s=1.2, wall_s=25.0)
+    assert result.status is Outcome.TIMEOUT
+    assert result.seconds < 20
+
+
+def test_orphans_that_end_all_the_time_do_not_keep_the_watcher_from_looking(anywhere):
+    code = f"""
+import os, subprocess, time
+spawn = "while :; do (/bin/true &) ; done"
+shells = [subprocess.Popen(["sh", "-c", spawn], stderr=subprocess.DEVNULL) for _ in range(3)]
+for _ in range(2): os.fork()
+x = bytearray(b"x" * {80 * MIB})
+time.sleep(60)
+"""
+    result = python(anywhere, code, cpu_s=100.0, wall_s=12.0)
+    assert result.status is Outcome.MEMORY
 
 
 def test_one_large_file_ends_at_the_limit_of_the_disk(anywhere):
@@ -453,6 +505,48 @@ asyncio.run(where.run({{}}, ["sh", "-c", "(setsid sleep 60 &) ; sleep 60; : {mar
         while list(tmp_path.iterdir()) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_cancel_that_comes_while_the_process_is_ended_is_not_lost():
+    async with stubborn("trap '' TERM; echo; sleep 60 >&- 2>&-") as process:
+        ending = asyncio.create_task(_end(process))
+        await asyncio.sleep(0.1)
+        ending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+        assert process.returncode == -signal.SIGKILL
+
+
+async def test_a_process_has_ended_whoever_still_holds_its_output(monkeypatch):
+    monkeypatch.setattr(local, "_GRACE_S", 0.2)
+    async with stubborn("(trap '' TERM; exec sleep 60) & trap '' TERM; echo; wait") as process:
+        async with asyncio.timeout(20):
+            await _end(process)
+        assert process.returncode == -signal.SIGKILL
+
+
+@contextlib.asynccontextmanager
+async def stubborn(script):
+    """A process that does not end when it is told; it has begun."""
+    process = await asyncio.create_subprocess_exec("sh", "-c", script, stdout=-1, stderr=-1, start_new_session=True)
+    try:
+        await process.stdout.readline()
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+async def test_threads_that_others_keep_do_not_hold_it_up():
+    release = threading.Event()
+    pool = ThreadPoolExecutor(max_workers=1)
+    asyncio.get_running_loop().set_default_executor(pool)
+    kept = pool.submit(release.wait)
+    try:
+        async with asyncio.timeout(30):
+            assert (await LocalSandbox("process").run({}, ["true"])).ok
+        assert not kept.done()
+    finally:
+        release.set()
 
 
 async def test_only_so_many_run_at_one_time():

@@ -2,16 +2,20 @@
 
 import asyncio
 import contextlib
+import functools
 import os
+import socket
 import subprocess
 import sys
 import time
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from vime.sandbox import Limits, LocalSandbox, Outcome, RemoteSandbox, SandboxError
+from tests.sandbox.test_local import left_over
+from vime.sandbox import Limits, LocalSandbox, Outcome, RemoteSandbox, Result, SandboxError
 from vime.sandbox.server import application
 from vime.sandbox.wire import job_from_json
 
@@ -103,6 +107,65 @@ async def test_a_token_is_asked_for():
     async with remote(application(LocalSandbox(), token="swordfish")) as where:
         with pytest.raises(SandboxError, match="answered 401"):
             await where.run({}, ["true"])
+
+
+async def test_a_token_that_is_no_ascii_is_a_wrong_one():
+    async with remote(application(LocalSandbox(), token="swordfish"), token="schwertfisch\u00fc") as where:
+        with pytest.raises(SandboxError, match="answered 401"):
+            await where.run({}, ["true"])
+
+
+async def test_a_service_that_holds_enough_requests_is_busy_until_one_ends():
+    release, entered = asyncio.Event(), 0
+
+    class Slow:
+        async def run(self, *job):
+            nonlocal entered
+            entered += 1
+            await release.wait()
+            return Result(stdout="1", stderr="", status=Outcome.EXITED, exit_code=0)
+
+    async with TestServer(application(Slow(), max_requests=2)) as server, aiohttp.ClientSession() as http:
+        post = functools.partial(http.post, server.make_url("/run"), json={"command": ["true"]})
+        held = [asyncio.create_task(post()) for _ in range(2)]
+        async with asyncio.timeout(20):
+            while entered < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (await post()).status == 503
+        release.set()
+        assert [(await each).status for each in held] == [200, 200]
+        assert (await post()).status == 200
+
+
+async def test_code_that_nobody_waits_for_is_ended_and_the_host_may_be_a_name():
+    marker = f"vime_abandoned_{os.getpid()}"
+    port = free_port()
+    command = [sys.executable, "-m", "vime.sandbox.server", "--host", "localhost", "--port", str(port)]
+    server = await asyncio.create_subprocess_exec(*command, "--isolation", "auto", stdout=subprocess.DEVNULL)
+    try:
+        where = RemoteSandbox(f"http://localhost:{port}", waiting_s=60)
+        running = asyncio.create_task(where.run({}, ["sh", "-c", f"sleep 60; : {marker}"], limits=Limits(wall_s=60)))
+        assert await comes_true(lambda: left_over(marker))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert await comes_true(lambda: not left_over(marker))
+        await where.close()
+    finally:
+        server.terminate()
+        await server.wait()
+
+
+async def comes_true(condition):
+    for _ in range(400):
+        if condition():
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
 
 
 def test_the_server_does_not_listen_for_others_without_a_token():

@@ -129,6 +129,7 @@ class _Watcher:
         namespaces = _CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS
         _call("unshare", _libc.unshare(namespaces))
         _libc.sethostname(b"sandbox", 7)
+        _write("/proc/sys/kernel/shmall", str(self.limits["memory_bytes"] // resource.getpagesize()))
         self._build_root(Path(self.spec["directory"]))
         command = os.fork()
         if command == 0:
@@ -217,19 +218,20 @@ class _Watcher:
     # --- in the watcher -------------------------------------------------------------------------------------------
 
     def _watch(self, child: int) -> None:
-        start = time.monotonic()
-        pause, killed = _POLL_S, None
-        while not self._ended(child):
-            left = start + self.limits["wall_s"] - time.monotonic()
-            told = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, max(0.0, min(pause, left)))
+        start, killed = time.monotonic(), None
+        end, look = start + self.limits["wall_s"], start + _POLL_S
+        while not killed and not self._ended(child):
+            pause = max(0.0, min(look, end) - time.monotonic())
+            told = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, pause)
+            now = time.monotonic()
             if told is not None and told.si_signo == signal.SIGTERM:
                 killed = "stopped"
-            elif told is None:
-                polled = time.monotonic()
-                killed = "timeout" if left <= pause and polled >= start + self.limits["wall_s"] else self._excess()
-                pause = max(_POLL_S, (time.monotonic() - polled) / _POLL_SHARE)
-            if killed:
-                break
+            elif now >= end:
+                killed = "timeout"
+            elif now >= look:  # also when children end all the time
+                killed = self._excess()
+                seen = time.monotonic()
+                look = seen + max(_POLL_S, (seen - now) / _POLL_SHARE)
         seconds = time.monotonic() - start
         self._kill_all(child)
         if os.getppid() != self.spec["parent"]:  # nobody is left who would clean up
@@ -261,10 +263,11 @@ class _Watcher:
 
     def _excess(self) -> str | None:
         """Which limit all descendants together have passed."""
-        cpu_s, memory = 0.0, 0
+        reaped = resource.getrusage(resource.RUSAGE_CHILDREN)  # orphans that became ours and have ended
+        cpu_s, memory = reaped.ru_utime + reaped.ru_stime, 0
         for pid, cpu in _descendants(os.getpid()).items():
             cpu_s += cpu
-            memory += _private_bytes(pid)
+            memory += _own_bytes(pid)
         if cpu_s > self.limits["cpu_s"]:
             return "timeout"
         if memory > self.limits["memory_bytes"]:
@@ -323,13 +326,14 @@ def _descendants(ancestor: int) -> dict[int, float]:
     return {pid: seconds[pid] for pid in found if pid != ancestor}
 
 
-def _private_bytes(pid: int) -> int:
+def _own_bytes(pid: int) -> int:
+    """Resident memory but for files: what it allocated, and what it shares with others but is in no file."""
     try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            _, resident, shared = file.read().split()[:3]
-    except (OSError, ValueError):
+        with open(f"/proc/{pid}/status", "rb") as file:
+            lines = file.read().splitlines()
+    except OSError:
         return 0
-    return (int(resident) - int(shared)) * resource.getpagesize()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith((b"RssAnon:", b"RssShmem:")))
 
 
 def _threads_of(user: int) -> int:

@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias, get_args
 
+from vime.plugins.threads import in_thread
+from vime.sandbox.processes import close_pipes, ended
 from vime.sandbox.types import DEFAULT_LIMITS, Files, Job, Limits, Outcome, Result, SandboxError
 
 logger = logging.getLogger(__name__)
@@ -113,7 +115,7 @@ class LocalSandbox:
         except OSError as error:
             raise SandboxError(f"cannot start a process: {error}") from error
         finally:
-            await asyncio.to_thread(_remove, directory)
+            await in_thread(functools.partial(_remove, directory), name="sandbox-remove")
 
     async def _run_in(self, directory: str, isolation: Isolation, job: Job) -> Result:
         spec = {
@@ -180,9 +182,12 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         async with asyncio.timeout(_GRACE_S):
             _signal(process, signal.SIGTERM)
             await process.wait()
-    except (TimeoutError, asyncio.CancelledError):
+    except TimeoutError:
+        pass
+    finally:
         _signal(process, signal.SIGKILL)
-        await process.wait()
+        await ended(process)
+        close_pipes(process)
 
 
 def _signal(process: asyncio.subprocess.Process, number: int) -> None:
