@@ -137,11 +137,73 @@ def test_what_is_refused(flags, words, message):
             "--partial-rollout has no effect in train_async.py with --max-staleness above 0: nothing is interrupted, "
             "groups run on into the next rollout",
         ),
+        (
+            "--partial-rollout --mask-offpolicy-in-partial-rollout",
+            "--partial-rollout and --mask-offpolicy-in-partial-rollout have no effect in train_async.py with "
+            "--max-staleness above 0: nothing is interrupted, groups run on into the next rollout",
+        ),
+        (
+            "--buffer-filter-path tests.config.sample_hooks:rollout",
+            "--buffer-filter-path has next to no effect in train_async.py with --max-staleness above 0: groups run on "
+            "into the next rollout, and only --staleness-policy drop gives some back",
+        ),
+        (
+            "--fully-async",
+            "--fully-async with --max-staleness 1 and --staleness-policy wait: every group is due in the very next "
+            "rollout, so none can overtake another; --max-staleness 2 lets them",
+        ),
+        (
+            "--fully-async --max-staleness 2 --max-groups-ahead 25",
+            "--max-groups-ahead 25: --max-staleness 2 lets no more than 24 start with --staleness-policy wait",
+        ),
+        (
+            "--keep-old-actor",
+            "--keep-old-actor takes the newest weights that sampled a token of the rollout, for all of its tokens: "
+            "those that are staler have an old policy that did not sample them; --use-rollout-logprobs has each "
+            "token's own",
+        ),
     ],
 )
 def test_what_is_doubted(flags, words, message):
     assert message in resolve(flags(*APART.split(), *words.split())).warnings
     assert not resolve(flags(*APART.split())).warnings
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--fully-async --max-staleness 2 --max-groups-ahead 24",
+        "--fully-async --max-staleness 1 --staleness-policy drop --max-groups-ahead 99",
+        "--staleness-policy drop --buffer-filter-path tests.config.sample_hooks:rollout",
+    ],
+)
+def test_what_is_not(flags, words):
+    assert resolve(flags(*APART.split(), *words.split())).warnings == ()
+
+
+MASK = (
+    "--staleness-policy mask has no effect in train.py without --over-sampling-batch-size above --rollout-batch-size "
+    "or a dynamic sampling filter: no rollout leaves anything to the next one"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "warnings"),
+    [
+        (
+            "--max-staleness 5",
+            (
+                "--max-staleness 5 bounds nothing in train.py with --staleness-policy wait: only --use-tis follows "
+                "from it; give --staleness-policy drop or mask, or use train_async.py",
+            ),
+        ),
+        ("--staleness-policy mask --max-staleness 1", (MASK,)),
+        ("--staleness-policy mask --max-staleness 1 --over-sampling-batch-size 9", ()),
+        ("--staleness-policy mask --dynamic-sampling-filter-path tests.config.sample_hooks:rollout", ()),
+    ],
+)
+def test_a_bound_that_binds_nothing_is_doubted_in_train_py(flags, words, warnings):
+    assert resolve(flags(*words.split())).warnings == warnings
 
 
 @pytest.mark.parametrize("separator", [".", ":"])

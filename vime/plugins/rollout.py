@@ -77,7 +77,8 @@ ROLLOUT_SAMPLE_HOOK = Contract(
     side="rollout",
     purpose="Looks at each generated sample, or changes it: masks parts of the response, adds metadata, writes a "
     "trace. The flag may name several functions, which are called one after the other.",
-    when="Once a sample, after generation and before grading, in training and in evaluation.",
+    when="Once a sample, after generation and before grading, in training and in evaluation; once more, on the sample "
+    "as it was generated, after a rollout that did not wait for it.",
     arguments=("args", "sample"),
     keywords=("rollout_id", "evaluation"),
     is_async=None,
@@ -105,7 +106,8 @@ DYNAMIC_SAMPLING_FILTER = Contract(
     flag="--dynamic-sampling-filter-path",
     side="rollout",
     purpose="Says whether a group counts; a group that does not is replaced by a new one.",
-    when="Once a group, as soon as all its samples are graded.",
+    when="Once a group, as soon as all its samples are graded; once more after a resume from a checkpoint in which the "
+    "group waited for its training.",
     arguments=("args", "samples"),
     returns="True or False, or an object with keep, and perhaps reason (drops are counted by it) and "
     "keep_when_insufficient (whether the group may fill the batch when too few are kept).",

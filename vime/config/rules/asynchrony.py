@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vime.config.config import Config
-from vime.config.rules.base import Violation, is_given, known
+from vime.config.rules.base import Violation, is_given, known, where_sampled
 
 
 def own_devices(config: Config) -> Iterator[Violation]:
@@ -105,12 +105,74 @@ def nothing_dropped(config: Config) -> Iterator[Violation]:
 
 
 def runs_on(config: Config) -> Iterator[Violation]:
-    if config.asynchrony.runs_ahead and config.sampling.partial_rollout:
+    sampling = config.sampling
+    if config.asynchrony.runs_ahead and sampling.partial_rollout:
+        also = " and --mask-offpolicy-in-partial-rollout have" if sampling.mask_offpolicy_in_partial_rollout else " has"
         yield Violation(
-            "--partial-rollout has no effect in train_async.py with --max-staleness above 0: nothing is interrupted, "
-            "groups run on into the next rollout"
+            f"--partial-rollout{also} no effect in train_async.py with --max-staleness above 0: nothing is "
+            "interrupted, groups run on into the next rollout"
+        )
+
+
+def nothing_waits(config: Config) -> Iterator[Violation]:
+    asynchrony = config.asynchrony
+    if asynchrony.runs_ahead and asynchrony.staleness_policy != "drop" and config.hooks.buffer_filter_path is not None:
+        yield Violation(
+            "--buffer-filter-path has next to no effect in train_async.py with --max-staleness above 0: groups run on "
+            "into the next rollout, and only --staleness-policy drop gives some back"
+        )
+
+
+@where_sampled
+def never_stale(config: Config) -> Iterator[Violation]:
+    """What train.py samples for a rollout has the newest weights; older is only what an earlier rollout left."""
+    asynchrony, sampling = config.asynchrony, config.sampling
+    if asynchrony.asynchronous or not known(asynchrony.max_staleness):
+        return
+    policy, most = asynchrony.staleness_policy, asynchrony.max_staleness
+    if policy == "wait" and most > 0:
+        yield Violation(
+            f"--max-staleness {most} bounds nothing in train.py with --staleness-policy wait: only --use-tis follows "
+            "from it; give --staleness-policy drop or mask, or use train_async.py"
+        )
+    drawn, wanted = sampling.over_sampling_batch_size, config.rollout.rollout_batch_size
+    leaves = config.hooks.dynamic_sampling_filter_path is not None or sampling.use_fault_tolerance
+    if policy != "wait" and config.hooks.rollout_function_path is None and drawn == wanted and not leaves:
+        yield Violation(
+            f"--staleness-policy {policy} has no effect in train.py without --over-sampling-batch-size above "
+            "--rollout-batch-size or a dynamic sampling filter: no rollout leaves anything to the next one"
+        )
+
+
+def nobody_overtakes(config: Config) -> Iterator[Violation]:
+    asynchrony = config.asynchrony
+    most, batch = asynchrony.max_staleness, config.rollout.rollout_batch_size
+    if not asynchrony.fully_async or asynchrony.staleness_policy != "wait" or not known(most, batch):
+        return
+    if most == 1:
+        yield Violation(
+            "--fully-async with --max-staleness 1 and --staleness-policy wait: every group is due in the very next "
+            "rollout, so none can overtake another; --max-staleness 2 lets them"
+        )
+    places = (most + 1) * batch
+    if known(asynchrony.max_groups_ahead) and asynchrony.max_groups_ahead > places:
+        yield Violation(
+            f"--max-groups-ahead {asynchrony.max_groups_ahead}: --max-staleness {most} lets no more than {places} "
+            "start with --staleness-policy wait"
+        )
+
+
+def one_old_actor(config: Config) -> Iterator[Violation]:
+    if config.off_policy.keep_old_actor and (config.asynchrony.runs_ahead or config.sampling.partial_rollout):
+        yield Violation(
+            "--keep-old-actor takes the newest weights that sampled a token of the rollout, for all of its tokens: "
+            "those that are staler have an old policy that did not sample them; --use-rollout-logprobs has each "
+            "token's own"
         )
 
 
 RULES = (own_devices, samples_answers, interval, continuous, in_order, nothing_dropped)
-WARNINGS = (never_ahead, uncorrected, runs_on)
+WARNINGS = (
+    *(never_ahead, uncorrected, runs_on, nothing_waits, never_stale),
+    *(nobody_overtakes, one_old_actor),
+)

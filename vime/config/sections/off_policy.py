@@ -18,7 +18,7 @@ class OffPolicy:
     keep_old_actor: bool = flag(
         False,
         help="The old policy has the weights that the engine sampled with, kept in host memory until they are trained "
-        "on. It matters where training goes on in the meantime.",
+        "on; of several the newest. It matters where training goes on in the meantime.",
     )
     use_tis: bool = derived(
         "max-staleness above 0, where it can be",
