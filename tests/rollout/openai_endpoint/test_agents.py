@@ -77,6 +77,21 @@ async def test_several_dialogues_are_several_samples_with_one_result(tokenizer):
     assert sample.reward == 0.5
 
 
+async def test_a_sample_that_is_sent_back_may_begin_otherwise_next_time(tokenizer):
+    """Another first prompt (the agent writes the date into it), or one dialogue more."""
+    calls = iter([["Monday"], ["Tuesday", "Wednesday"]])
+
+    async def agent(task: Any) -> float:
+        for day in next(calls):
+            await ask(task, {"role": "user", "content": f"It is {day}. {task.prompt}"})
+        return 1.0
+
+    (first,) = await played(agent, ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer)
+    again = await played(agent, ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer, sample=first.restarted())
+    prompts = [tokenizer.decode(each.tokens[: each.prompt_length]) for each in (first, *again)]
+    assert [re.findall("[A-Z][a-z]+day", prompt) for prompt in prompts] == [["Monday"], ["Tuesday"], ["Wednesday"]]
+
+
 async def test_an_agent_that_is_not_done_in_time_leaves_what_it_has_as_truncated(tokenizer):
     async def agent(task: Any) -> None:
         await ask(task)
