@@ -13,12 +13,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vime.config.unimplemented import UNIMPLEMENTED  # noqa: E402
 from vime.plugins import CONTRACTS, Contract, load_function  # noqa: E402
 
 PAGE = ROOT / "docs" / "en" / "get_started" / "customization.md"
 MARKER = "<!-- From here on written by tools/write_customization.py; do not edit. -->\n"
-WAITING = "This version refuses the flag in a run; `vime check-plugin` tries functions for it all the same."
 
 
 def main() -> None:
@@ -46,8 +44,6 @@ def section(contract: Contract) -> Iterator[str]:
     """All there is to say of one function."""
     yield f"\n## `{contract.flag}`\n"
     yield f"{contract.purpose}\n"
-    if contract.flag.removeprefix("--") in UNIMPLEMENTED:
-        yield f"{WAITING}\n"
     yield f"* Called: `{call(contract)}`" + optional(contract)
     if contract.methods is not None:
         methods = ", ".join(f"`{name}({', '.join(words)})`" for name, words in contract.methods.items())

@@ -44,6 +44,7 @@ def test_the_transport_follows_from_the_placement(engines: str, options: dict[st
 def test_a_transport_that_was_asked_for_is_used_where_it_can_be() -> None:
     assert choose("nccl") == "nccl"
     assert choose("shm", on_gpus=True) == "shm"
+    assert choose("disk", "ab", on_gpus=True, colocate=True) == "disk"
     with pytest.raises(UserError, match="--update-weight-transport shm: engine 1 is not on the node of the trainer's"):
         choose("shm", "ab")
     with pytest.raises(UserError, match="--update-weight-transport nccl: a process group cannot have two processes on"):

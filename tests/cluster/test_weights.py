@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vime.cluster.turns import Turns
+from vime.cluster.weight_folders import WeightFolders
 from vime.cluster.weights import GroupWeightSync
+from vime.plugins import Hook
+from vime.plugins.hook import HookError
 from vime.serving.fleet import Fleet, State
 from vime.serving.http import EngineError, Refused
 from vime.weights import transfers
@@ -46,6 +51,11 @@ class Trainer:
         self.exported = self.weights
         return self
 
+    async def save_hf(self, folder: Path) -> None:
+        self.calls.append(f"save {folder.name}")
+        os.makedirs(folder, exist_ok=True)
+        (folder / "weights").write_text(str(self.weights))
+
     async def weight_plan(self, version: int) -> WeightPlan:
         self.calls.append(f"plan {version}")
         return PLAN
@@ -68,7 +78,10 @@ class Engine:
 
     async def update(self, info: dict[str, Any], *, timeout_s: float) -> None:
         self._fail("update")
-        self._loaded = self._trainer.exported if "path" in info else self._trainer.weights
+        if "folder" in info:
+            self._loaded = int((Path(info["folder"]) / "weights").read_text())
+        else:
+            self._loaded = self._trainer.exported if "path" in info else self._trainer.weights
 
     async def finish_update(self, version: int, *, timeout_s: float) -> None:
         self.serves = version, self._loaded
@@ -108,6 +121,7 @@ class Scene:
         *,
         engines: int = 2,
         broadcasts: bool = False,
+        folders: WeightFolders | None = None,
         tolerant: bool = True,
         router: Any = None,
     ) -> None:
@@ -125,6 +139,7 @@ class Scene:
             self.turns,
             probe_prompt=[1],
             broadcasts=broadcasts,
+            folders=folders,
             ledger=ledger,
             version=0,
             unscheduled=lambda version, trainings: self.unscheduled.append((version, trainings)),
@@ -340,3 +355,103 @@ async def test_an_engine_that_fails_while_it_gets_the_weights_says_why(scene: Ca
     with pytest.raises(SyncError, match="engine 0 cannot be reached for update"):
         await world.restore(engine)
     assert world.fleet.serving == [world.engines[1]]
+
+
+def on_disk(root: Path, written: Any = None, *, keep: bool = False, timeout_s: float = 60.0) -> WeightFolders:
+    hook = None if written is None else Hook(written, "--custom-update-weight-post-write-path", "mine:written")
+    return WeightFolders(root, keep=keep, written=hook, args="args", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+async def test_a_version_on_the_disk_is_there_until_every_engine_has_the_next(
+    scene: Callable[..., Scene], tmp_path: Path, keep: bool
+) -> None:
+    world = scene(folders=on_disk(tmp_path, keep=keep))
+    names = [f"version_{version:07d}" for version in (1, 2)]
+    assert await world.weights.sync() == 1
+    assert [engine.serves for engine in world.engines] == [(1, 1), (1, 1)]
+    await world.train()
+    world.engines[1].fails_at = "update"
+    assert await world.weights.sync() == 2
+    assert world.engines[0].serves == (2, 2)
+    assert sorted(os.listdir(tmp_path)) == (names if keep else names[1:])
+    assert world.trainer.calls == ["plan 1", f"save {names[0]}", "plan 2", f"save {names[1]}"]
+
+
+async def test_a_version_that_did_not_reach_the_engines_removes_none(
+    scene: Callable[..., Scene], tmp_path: Path
+) -> None:
+    world = scene(folders=on_disk(tmp_path), tolerant=False)
+    await world.weights.sync()
+    world.engines[1].fails_at = "update"
+    with pytest.raises(SyncError):
+        await world.weights.sync()
+    assert sorted(os.listdir(tmp_path)) == ["version_0000001", "version_0000002"]
+
+
+async def test_the_disk_has_the_current_version_even_while_the_trainer_trains(
+    scene: Callable[..., Scene], tmp_path: Path
+) -> None:
+    world = scene(folders=on_disk(tmp_path))
+    await world.weights.sync()
+    world.trainer.may_end.clear()
+    training = asyncio.ensure_future(world.train())
+    await asyncio.sleep(0)
+    engine = world.restart(0)
+    assert await world.restore(engine)
+    assert engine.serves == (1, 1) and world.is_serving(engine)
+    world.trainer.may_end.set()
+    await training
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_custom_function_sees_a_version_before_the_engines_load_it(
+    scene: Callable[..., Scene], tmp_path: Path, is_async: bool
+) -> None:
+    seen: list[Any] = []
+
+    def written(args: Any, version_dir: str, rollout_engines: list[str]) -> None:
+        serves = [engine.serves for engine in world.engines]
+        seen.append((args, version_dir, (Path(version_dir) / "weights").read_text(), rollout_engines, serves))
+
+    async def written_async(args: Any, version_dir: str, rollout_engines: list[str]) -> None:
+        written(args, version_dir, rollout_engines)
+
+    world = scene(folders=on_disk(tmp_path, written_async if is_async else written))
+    await world.weights.sync()
+    await world.train()
+    await world.weights.sync()
+    urls = ["engine 0", "engine 1"]
+    assert seen == [
+        ("args", str(tmp_path / "version_0000001"), "1", urls, [None, None]),
+        ("args", str(tmp_path / "version_0000002"), "2", urls, [(1, 1), (1, 1)]),
+    ]
+
+
+def fails(args: Any, version_dir: str, rollout_engines: list[str]) -> None:
+    raise OSError("no space left")
+
+
+def answers(args: Any, version_dir: str, rollout_engines: list[str]) -> str:
+    return version_dir
+
+
+async def hangs(args: Any, version_dir: str, rollout_engines: list[str]) -> None:
+    await asyncio.sleep(3600)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (fails, r"raised OSError: no space left \(test_weights.py:\d+\)"),
+        (answers, "must change its arguments in place and return nothing"),
+        (hangs, "did not return within --weight-sync-timeout-s 0.05"),
+    ],
+)
+async def test_a_custom_function_that_fails_is_named_and_no_engine_is_touched(
+    scene: Callable[..., Scene], tmp_path: Path, written: Any, message: str
+) -> None:
+    world = scene(folders=on_disk(tmp_path, written, timeout_s=0.05))
+    with pytest.raises(HookError, match=rf"path mine:written: {message}.*, for version 1 of the weights$"):
+        await world.weights.sync()
+    assert [engine.serves for engine in world.engines] == [None, None]

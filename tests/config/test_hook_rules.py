@@ -26,6 +26,20 @@ CONVERT = ("--custom-convert-samples-to-train-data-path", f"{HERE}:convert")
             ("--only-train-params-name-list", "a", "--freeze-params-name-list", "b"),
             "--only-train-params-name-list and --freeze-params-name-list exclude each other",
         ),
+        (
+            ("--update-weight-transport", "disk"),
+            "--update-weight-transport disk needs --update-weight-disk-dir: a folder that trainer, driver and engines",
+        ),
+        (
+            ("--update-weight-transport", "disk", "--update-weight-disk-dir", __file__),
+            f"--update-weight-disk-dir {__file__}: is a file, not a folder",
+        ),
+        (("--update-weight-disk-dir", "a"), "--update-weight-disk-dir has no effect without --update-weight-transport"),
+        (("--update-weight-disk-keep-files",), "--update-weight-disk-keep-files has no effect without --update-weight"),
+        (
+            ("--custom-update-weight-post-write-path", f"{HERE}:log"),
+            "--custom-update-weight-post-write-path has no effect without --update-weight-transport disk",
+        ),
         (("--freeze-params-name-list", "layers.(1"), "--freeze-params-name-list layers.(1: no regular expression ("),
     ],
 )

@@ -68,3 +68,21 @@ def test_a_hook_that_fails_on_a_rank_ends_the_run_and_is_named_last(flags: list[
     )
     assert last.endswith("for step 0 of rollout 0, rank 0")
     assert "no budget left" in (save / "logs" / "custom_functions.log").read_text()
+
+
+@pytest.mark.slow
+def test_weights_go_over_a_disk_and_a_function_sees_each_version(flags: list[str], save: Path) -> None:
+    """The run itself proves that the engines compute with what the trainer has."""
+    versions = save.parent / "versions"
+    words = [*flags, "--update-weight-transport", "disk", "--update-weight-disk-dir", str(versions)]
+    words = with_functions(words, {"--custom-update-weight-post-write-path": "weights:list_files"})
+    with Run(save, *words, "--num-rollout", "2", "--weight-probe-interval", "1") as run:
+        run.finish()
+        run.assert_nothing_is_left()
+    rows = [row for row in run.rows() if "train/loss" in row]
+    assert [row["rollout/weight_version/max"] for row in rows] == [1, 2]
+    last = next(versions.iterdir())
+    assert [path.name for path in versions.iterdir()] == ["version_0000003"], "the others are gone, hidden ones too"
+    written = [line.split() for line in (save / "written.txt").read_text().splitlines()]
+    sizes = {path.name: path.stat().st_size for path in last.iterdir()}
+    assert written == [[name, str(sizes[name])] for name in sorted(sizes)] * 3

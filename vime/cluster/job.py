@@ -18,8 +18,10 @@ from vime.cluster.train_group import TrainGroup
 from vime.cluster.training_job import TrainingJob, split
 from vime.cluster.transport import chosen_transport
 from vime.cluster.turns import Turns
+from vime.cluster.weight_folders import WeightFolders
 from vime.cluster.weights import GroupWeightSync
-from vime.config import Config
+from vime.config import Args, Config
+from vime.plugins import rollout as contracts
 from vime.ports import Trainer
 from vime.rewards.hub import RewardHub
 from vime.rollout.build import Prompts, check_graders, make_hub, make_manager, make_pool, make_rewarder
@@ -46,14 +48,13 @@ class Job(TrainingJob):
             config, placement.rank, slots.threads, lambda batch, dp_size: split(batch, dp_size, config)
         )
         on_gpus = slots.kind == "GPU"
-        transport = chosen_transport(
+        self._transport = chosen_transport(
             config.engine.update_weight_transport,
             trainer_node=placement.node_of_rank(0),
             engine_nodes=[placement.node_of_engine(index) for index in range(config.cluster.num_engines)],
             on_gpus=on_gpus,
             colocate=config.cluster.colocate,
         )
-        self._broadcasts = transport == "nccl"
         turns = Turns(
             trainer,
             trainer_leaves=on_gpus and config.cluster.offload_train,
@@ -102,7 +103,8 @@ class Job(TrainingJob):
             self._fleet,
             self.turns,
             probe_prompt=self._prompts.probe_prompt(),
-            broadcasts=self._broadcasts,
+            broadcasts=self._transport == "nccl",
+            folders=self._weight_folders(args),
             ledger=self._ledger,
             note=self._record.report.note,
             version=self._saved_version() - 1,
@@ -120,6 +122,20 @@ class Job(TrainingJob):
         self._record.report.ask(self._fleet.taken_counts)
         self.schedule = self._make_schedule()
         self.checkpoints = self._make_checkpoints()
+
+    def _weight_folders(self, args: Args) -> WeightFolders | None:
+        """Where versions are written, if the weights take that way."""
+        if self._transport != "disk":
+            return None
+        engine = self._config.engine
+        assert engine.update_weight_disk_dir is not None, "a rule asks for it"
+        return WeightFolders(
+            Path(engine.update_weight_disk_dir).absolute(),  # trainer and engines may have other working directories
+            keep=engine.update_weight_disk_keep_files,
+            written=self._prompts.hooks.get(contracts.CUSTOM_UPDATE_WEIGHT_POST_WRITE),
+            args=args,
+            timeout_s=engine.weight_sync_timeout_s,
+        )
 
     @property
     def learner(self) -> Trainer:

@@ -98,7 +98,7 @@ class TrainGroup:
         return next(export for export in exports if export is not None)
 
     async def weight_plan(self, version: WeightVersion) -> WeightPlan:
-        """What the sync that begins now will broadcast as that version."""
+        """What the sync that begins now will carry as that version."""
         what = "planning the weight sync"
         plans: list[WeightPlan] = await self._call(self._ranks, "weight_plan", version, what=what)
         return plans[0]

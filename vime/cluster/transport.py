@@ -12,10 +12,10 @@ __all__ = ["chosen_transport"]
 def chosen_transport(
     asked: str, *, trainer_node: str, engine_nodes: Sequence[str], on_gpus: bool, colocate: bool
 ) -> str:
-    """ "shm" or "nccl", for what --update-weight-transport says.
+    """ "shm", "nccl" or "disk", for what --update-weight-transport says.
 
     By itself: shared memory where trainer and engines run on the CPUs of one machine or take turns on its GPUs; a
-    process group where engines have GPUs of their own, or another node.
+    process group where engines have GPUs of their own, or another node. A disk only if it was asked for.
 
     Args:
         trainer_node: of the first rank, from which the weights leave.
@@ -24,6 +24,8 @@ def chosen_transport(
     Raises:
         UserError: the placement does not allow what was asked for.
     """
+    if asked == "disk":  # a disk may be seen from everywhere
+        return asked
     elsewhere = [index for index, node in enumerate(engine_nodes) if node != trainer_node]
     same_gpus = on_gpus and colocate
     if asked == "shm" and elsewhere:

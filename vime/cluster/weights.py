@@ -14,11 +14,12 @@ from vime.serving.http import EngineError
 from vime.types import WeightVersion
 from vime.weights.probe import ProbeFailed, probe
 from vime.weights.sync import SyncError, Transfer, sync_engines
-from vime.weights.transfers import Broadcast, SharedMemory
+from vime.weights.transfers import Broadcast, Resting, SharedMemory
 
 if TYPE_CHECKING:
     from vime.cluster.memory import MemoryLedger
     from vime.cluster.train_group import TrainGroup
+    from vime.cluster.weight_folders import WeightFolders
 
 TOLERANCE = {"float32": 1e-2, "float16": 0.1, "bfloat16": 0.5}
 """Nats a token by which engine and trainer may differ on average, by dtype: several times what rounding gives even with
@@ -34,6 +35,7 @@ class GroupWeightSync:
         ledger: notes who holds how much memory in which phase.
         note: takes metrics of the rollout that is being made: the seconds of each step.
         broadcasts: whether the weights go over a process group instead of through shared memory.
+        folders: where they are written instead; None: nowhere.
         version: the version before the first sync of this process. A resumed run passes the saved one minus 1: its
             first sync brings the very weights that had the saved version.
         unscheduled: told of a new version that nobody asked for (see ``restore``), and by how many trainings its
@@ -51,6 +53,7 @@ class GroupWeightSync:
         broadcasts: bool,
         ledger: MemoryLedger,
         version: WeightVersion,
+        folders: WeightFolders | None = None,
         note: Callable[[Mapping[str, float]], None] = lambda metrics: None,
         unscheduled: Callable[[WeightVersion, int], None] = lambda version, trainings: None,
     ) -> None:
@@ -68,7 +71,8 @@ class GroupWeightSync:
         self._timeout_s = config.engine.weight_sync_timeout_s
         self._bucket_bytes = config.engine.update_weight_buffer_size
         self._broadcast = Broadcast(trainer, bucket_bytes=self._bucket_bytes) if broadcasts else None
-        self._exported: SharedMemory | None = None  # of this version; the memory stays as it is until the next sync
+        self._folders = folders
+        self._exported: Resting | None = None  # of this version; it stays as it is until the next sync
         self._probe_interval = config.engine.weight_probe_interval
         self._temperature = config.rollout.rollout_temperature
         self._tolerance = TOLERANCE[config.parallel.dtype_name]
@@ -86,9 +90,9 @@ class GroupWeightSync:
     async def restore(self, engine: EngineControl) -> bool:
         """Brings the current version to an engine that was restarted, and has the router send requests there.
 
-        Memory that the trainer shares still has it, whatever the trainer does now. Else the trainer sends it, unless
-        it has trained since: then the engine waits for the next sync. Where no engine is left nobody would wait for
-        that in vain: all get what the trainer has now, as a new version if it is another one.
+        Memory that the trainer shares, or a folder, still has it, whatever the trainer does now. Else the trainer sends
+        it, unless it has trained since: then the engine waits for the next sync. Where no engine is left nobody would
+        wait for that in vain: all get what the trainer has now, as a new version if it is another one.
 
         Returns:
             False if the engine must wait for a sync.
@@ -141,6 +145,8 @@ class GroupWeightSync:
             if self._probe_is_due():
                 await self._probe(reached)
             self._syncs += 1
+        if self._folders is not None:
+            await self._folders.remove_old()
         await self._fleet.each(self._fleet.admit, reached, fatal=(EngineError,) if is_first else ())
         return version
 
@@ -156,11 +162,16 @@ class GroupWeightSync:
         self._exported = None
         clock = asyncio.get_running_loop().time
         begin = clock()
-        export = await self._trainer.export_weights(version)
+        exported = await self._export(version)
         self._note({"perf/sync_time/export": clock() - begin})
-        self._exported = SharedMemory(export, bucket_bytes=self._bucket_bytes)
+        self._exported = exported
         await self._turns.to_weights()
-        return self._exported
+        return exported
+
+    async def _export(self, version: WeightVersion) -> Resting:
+        if self._folders is not None:
+            return await self._folders.write(self._trainer, version, self._fleet.engines)
+        return SharedMemory(await self._trainer.export_weights(version), bucket_bytes=self._bucket_bytes)
 
     async def _send(self, transfer: Transfer, version: WeightVersion) -> list[EngineControl]:
         """The engines that have the version in the end; those that failed are lost."""

@@ -14,9 +14,8 @@ _BY_TOPIC = {
     "watching": "load-debug-rollout-data-subsample save-debug-train-data dump-details check-weight-update-equal "
     "profile-target memory-recorder wandb-always-use-train-step log-reward-category "
     "log-correct-samples http-proxy",
-    "weight updates": "update-weight-disk-dir update-weight-disk-keep-files "
-    "update-weight-delta-encoding update-weight-delta-checksum update-weight-delta-local-checkpoint-dir "
-    "custom-update-weight-post-write-path",
+    "weight updates": "update-weight-delta-encoding update-weight-delta-checksum "
+    "update-weight-delta-local-checkpoint-dir",
 }
 
 UNIMPLEMENTED = frozenset(name for names in _BY_TOPIC.values() for name in names.split())

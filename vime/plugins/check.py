@@ -11,7 +11,6 @@ from vime.config import Args
 from vime.config.config import OWN_FLAGS
 from vime.config.custom import custom_values
 from vime.config.reading import Draft, read
-from vime.config.unimplemented import UNIMPLEMENTED
 from vime.data import jsonl
 from vime.data.jsonl import Keys, Row
 from vime.errors import UserError
@@ -43,10 +42,9 @@ def check(argv: Sequence[str]) -> list[Verdict]:
     Raises:
         UserError: a flag is wrong or unknown, or none names a function.
     """
-    named, rest = _take_waiting(argv)
-    draft = read(rest)
+    draft = read(argv)
     values = {name: flag.default for name, flag in OWN_FLAGS.items()} | DEFAULTS | draft.of("vime")
-    named = {name: paths_of(values[name]) for name in CONTRACTS if values.get(name)} | named
+    named = {name: paths_of(values[name]) for name in CONTRACTS if values.get(name)}
     custom = custom_values(values["custom_config_path"])
     if draft.errors:
         raise UserError("\n".join(draft.errors))
@@ -68,24 +66,6 @@ def check_one(contract: Contract, path: str, args: Args, rows: Sequence[Row] = (
     trial = Trial(function, contract, args, rows)
     problems = trial.run()
     return Verdict(flag=contract.flag, path=path, problems=tuple(problems), tracebacks=tuple(trial.tracebacks))
-
-
-def _take_waiting(argv: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Flags of functions that no run of this version calls yet: they can be tried all the same."""
-    named: dict[str, tuple[str, ...]] = {}
-    rest: list[str] = []
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        flag, equals, path = word.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        if name not in CONTRACTS or flag.removeprefix("--") not in UNIMPLEMENTED:
-            rest.append(word)
-            continue
-        if not equals and not words:
-            raise UserError(f"{flag} expects a text, but nothing follows it")
-        named[name] = (*named.get(name, ()), path if equals else words.pop(0))
-    return named, rest
 
 
 def _foreign(draft: Draft) -> dict[str, Any]:

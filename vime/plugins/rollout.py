@@ -205,8 +205,8 @@ CUSTOM_UPDATE_WEIGHT_POST_WRITE = Contract(
     flag="--custom-update-weight-post-write-path",
     side="rollout",
     purpose="Takes a version of the weights from the disk to where the engines read it.",
-    when="After each version was written to a folder, before engines load it. rollout_engines are the addresses of the "
-    "engines.",
+    when="After each version was written to a folder, before engines load it, with --update-weight-transport disk. "
+    "rollout_engines are the addresses of the engines. Not again for an engine that is restarted later.",
     arguments=("args", "version_dir", "rollout_engines"),
     is_async=None,
     returns="Nothing.",

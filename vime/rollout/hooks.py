@@ -36,6 +36,7 @@ from vime.rollout.sampling import Collected, Judge
 from vime.types import Group, RolloutBatch, Sample, SamplingParams, TrainSample
 
 DAY_S = 86400.0
+LIMIT = "--rollout-function-timeout-s"
 
 
 def buffer_filter(hook: Hook, args: Any) -> BufferFilter:
@@ -143,7 +144,7 @@ def custom_rollout(
 
     async def collect(rollout_id: int) -> Collected:
         about = f"rollout {rollout_id}"
-        groups, metrics = await _call(
+        groups, metrics = await call_within(
             hook, args, rollout_id, source, evaluation=False, about=about, read=read, timeout_s=timeout_s
         )
         for sample in (sample for group in groups for sample in group):
@@ -159,7 +160,7 @@ def custom_evaluation(hook: Hook, args: Any, source: DataSource, *, timeout_s: f
 
     async def evaluate(rollout_id: int) -> Evaluated:
         about = f"the evaluation before rollout {rollout_id}"
-        data, metrics = await _call(
+        data, metrics = await call_within(
             hook,
             args,
             rollout_id,
@@ -174,22 +175,31 @@ def custom_evaluation(hook: Hook, args: Any, source: DataSource, *, timeout_s: f
     return evaluate
 
 
-async def _call(hook: Hook, *arguments: Any, about: str, timeout_s: float, **keywords: Any) -> Any:
-    async with _deadline(hook, timeout_s, about):
+async def call_within(
+    hook: Hook, *arguments: Any, about: str, timeout_s: float, limit: str = LIMIT, **keywords: Any
+) -> Any:
+    """Calls a function of either kind, a plain one in a thread.
+
+    Args:
+        limit: the flag that ``timeout_s`` comes from.
+
+    Raises:
+        HookError: it raised, its answer is wrong, or it did not return in time.
+    """
+    async with _deadline(hook, timeout_s, about, limit):
         if is_coroutine_function(hook.function):
             return await hook.acall(*arguments, about=about, **keywords)
         return await in_thread(functools.partial(hook.call, *arguments, about=about, **keywords), name=hook.name)
 
 
 @asynccontextmanager
-async def _deadline(hook: Hook, timeout_s: float, about: str) -> AsyncIterator[None]:
+async def _deadline(hook: Hook, timeout_s: float, about: str, limit: str = LIMIT) -> AsyncIterator[None]:
     """Ends a call that takes too long. What the function raises is a HookError by then, never a bare TimeoutError."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError:
-        limit = f"--rollout-function-timeout-s {timeout_s:g}"
-        raise HookError(f"{hook.name}: did not return within {limit}, for {about}") from None
+        raise HookError(f"{hook.name}: did not return within {limit} {timeout_s:g}, for {about}") from None
 
 
 def custom_post_process(hook: Hook, args: Any) -> Callable[[list[Sample]], tuple[list[float], list[float]]]:

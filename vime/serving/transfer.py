@@ -31,6 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from vime.models.hf_folder import HfWeights
 from vime.platform import current as platform
 from vime.serving.guard import die_with_parent
 from vime.serving.proof import Proof
@@ -77,13 +78,15 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """All tensors of the announced plan are at their places in the buffer ``path``, which must not change before the
-    update is finished; without a path they are being broadcast. Either way in buckets of at most ``bucket_bytes``.
+    """Where all tensors of the announced plan are: in the Hugging Face folder ``folder``, or at their places in the
+    buffer ``path``; neither may change before the update is finished. With none of them they are being broadcast. A
+    buffer and a broadcast are loaded in buckets of at most ``bucket_bytes``.
     """
 
     digest: str
-    bucket_bytes: int
+    bucket_bytes: int = 0
     path: str = ""
+    folder: str = ""
 
 
 class Update:
@@ -103,7 +106,7 @@ class Update:
 
 
 class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Loads weights that the trainer shares or broadcasts."""
+    """Loads weights that the trainer shares, broadcasts or has written to a folder."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -163,13 +166,15 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Loads what is shared or broadcast."""
+        """Loads what is shared, broadcast or written."""
         try:
             plan = self._plan
             assert plan is not None, "vLLM calls this only after start_weight_update"
             if update_info.digest != plan.digest:
                 raise PlanMismatch("the update follows another plan than the announced one")
-            if update_info.path:
+            if update_info.folder:
+                self._load_folder(plan, Path(update_info.folder))
+            elif update_info.path:
                 self._load_shared(plan, update_info.path, update_info.bucket_bytes)
             else:
                 self._load_broadcast(plan, update_info.bucket_bytes)
@@ -201,6 +206,11 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
             bucket = plan.tensors[first:last]
             here = data[bucket[0].offset : bucket[-1].end].to(self.device, non_blocking=True)
             self._load((spec.name, view(here, moved(spec, bucket))) for spec in bucket)
+
+    def _load_folder(self, plan: WeightPlan, folder: Path) -> None:
+        with HfWeights(folder) as weights:
+            check_folder(plan, weights)
+            self._load((spec.name, weights.read(spec.name).to(self.device)) for spec in plan.tensors)
 
     def _open(self, path: str, size: int) -> Tensor:
         """The sender's memory; mapped, and locked for copies to the device, when it is another than the last."""
@@ -244,6 +254,17 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
     def shutdown(self) -> None:
         self._plan = self._update = None
         self._leave()
+
+
+def check_folder(plan: WeightPlan, weights: HfWeights) -> None:
+    """Raises PlanMismatch unless the folder has all tensors of the plan; it may have more, such as written copies."""
+    folder = weights.hf_dir.name
+    for spec in plan.tensors:
+        if spec.name not in weights.names:
+            raise PlanMismatch(f"{folder} lacks the tensor {spec}")
+        shape, dtype = weights.shape(spec.name), weights.dtype(spec.name)
+        if (shape, dtype) != (spec.shape, spec.dtype):
+            raise PlanMismatch(f"{folder} has {spec.name} as {dtype} {list(shape)}, the plan says {spec}")
 
 
 def unlink_shared_memory() -> None:

@@ -88,7 +88,7 @@ class TrainWorker(ModelWorker[Given]):
         return self._outlet.export()
 
     def weight_plan(self, version: WeightVersion | None = None) -> WeightPlan:
-        """What the sync that begins now will broadcast. For each sync, on all ranks, before anything is paused."""
+        """What the sync that begins now will carry. For each sync, on all ranks, before anything is paused."""
         self._weights_leave(version)
         return self._outlet.plan
 

@@ -1,10 +1,14 @@
-"""The ways from the trainer into engines: memory of one machine, or a process group. Importable without torch."""
+"""The ways from the trainer into engines: memory of one machine, a process group, or a folder on a disk that all see.
+
+Importable without torch.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from vime.serving.control import EngineControl
 from vime.serving.http import EngineError
@@ -13,7 +17,7 @@ from vime.weights.invitation import Invitation, SendReport
 from vime.weights.plan import WeightPlan
 from vime.weights.sync import SyncError, every_engine, failures_of, step
 
-__all__ = ["BUCKET_BYTES", "Broadcast", "Broadcaster", "Export", "SharedMemory"]
+__all__ = ["BUCKET_BYTES", "Broadcast", "Broadcaster", "Disk", "Export", "Resting", "SharedMemory"]
 
 BUCKET_BYTES = 512 << 20
 OPERATION_TIMEOUT_S = 120.0
@@ -30,28 +34,45 @@ class Export(Protocol):
     def path(self) -> str: ...
 
 
-class SharedMemory:
-    """Implements ``sync.Transfer`` for engines on the trainer's machine, which read the buffer that it has filled.
+class Resting:
+    """Implements ``sync.Transfer`` for weights that stay where they are until the next sync; each engine reads them.
 
     Args:
-        bucket_bytes: how much an engine loads at a time.
+        where: fields of the engine's ``UpdateInfo`` that say where they are.
+        doing: how errors name the step in which they are read.
     """
 
-    def __init__(self, export: Export, *, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._export = export
-        self._bucket_bytes = bucket_bytes
+    def __init__(self, plan: WeightPlan, where: Mapping[str, Any], *, doing: str = "load") -> None:
+        self._plan, self._where, self._doing = plan, where, doing
 
     async def announce(self, engines: Sequence[EngineControl], version: WeightVersion, *, timeout_s: float) -> None:
-        info = {"plan": self._export.plan.to_json()}
+        info = {"plan": self._plan.to_json()}
         await every_engine(engines, lambda engine: step("announce", engine.announce(info, timeout_s=timeout_s)))
 
     async def load(self, engines: Sequence[EngineControl], *, timeout_s: float) -> Mapping[EngineControl, EngineError]:
         return await failures_of(engines, lambda engine: self._load(engine, timeout_s))
 
     async def _load(self, engine: EngineControl, timeout_s: float) -> None:
-        plan = self._export.plan
-        info = {"digest": plan.digest, "path": self._export.path, "bucket_bytes": self._bucket_bytes}
-        await step("load", engine.update(info, timeout_s=timeout_s))
+        info = {"digest": self._plan.digest, **self._where}
+        await step(self._doing, engine.update(info, timeout_s=timeout_s))
+
+
+class SharedMemory(Resting):
+    """In a buffer that the trainer has filled, for engines on its machine.
+
+    Args:
+        bucket_bytes: how much an engine loads at a time.
+    """
+
+    def __init__(self, export: Export, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__(export.plan, {"path": export.path, "bucket_bytes": bucket_bytes})
+
+
+class Disk(Resting):
+    """In a Hugging Face folder that the engines see under this path; they load one tensor at a time."""
+
+    def __init__(self, plan: WeightPlan, folder: Path) -> None:
+        super().__init__(plan, {"folder": str(folder)}, doing=f"load {folder}")  # vLLM hides paths in what it answers
 
 
 class Broadcaster(Protocol):

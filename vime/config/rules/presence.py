@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 from vime.config import megatron_core
 from vime.config.config import OWN_FLAGS, Config
-from vime.config.rules.base import Violation, where_sampled
+from vime.config.rules.base import Violation, option, where_sampled
 from vime.config.sections.reward import needs_label
 
 NOT_IN_SFT = ("rollout_max_response_len",)
@@ -44,6 +45,27 @@ def rollout_slots(config: Config) -> Iterator[Violation]:
         yield Violation(
             "--rollout-num-gpus is required without --colocate: how many slots the engines get", ("rollout_num_gpus",)
         )
+
+
+def weights_on_a_disk(config: Config) -> Iterator[Violation]:
+    engine = config.engine
+    on_disk, folder = engine.update_weight_transport == "disk", engine.update_weight_disk_dir
+    if on_disk and folder is None:
+        yield Violation(
+            "--update-weight-transport disk needs --update-weight-disk-dir: a folder that trainer, driver and engines "
+            "see under the same path",
+            ("update_weight_disk_dir",),
+        )
+    if folder is not None and Path(folder).is_file():
+        yield Violation(f"--update-weight-disk-dir {folder}: is a file, not a folder", ("update_weight_disk_dir",))
+    useless = {
+        "update_weight_disk_dir": folder is not None,
+        "update_weight_disk_keep_files": engine.update_weight_disk_keep_files,
+        "custom_update_weight_post_write_path": config.hooks.custom_update_weight_post_write_path is not None,
+    }
+    for name, given in useless.items():
+        if given and not on_disk:
+            yield Violation(f"{option(name)} has no effect without --update-weight-transport disk", (name,))
 
 
 def grading(config: Config) -> Iterator[Violation]:
@@ -116,5 +138,6 @@ RULES = (
     rollout_slots,
     *map(where_sampled, (grading, labels, graders_installed, reference_model)),
     partners,
+    weights_on_a_disk,
     wandb_installed,
 )

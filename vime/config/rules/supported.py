@@ -33,12 +33,4 @@ def not_yet(config: Config) -> Iterator[Violation]:
             yield Violation(f"{said} is not yet supported by this version{rest}", (name,))
 
 
-def disk_transport(config: Config) -> Iterator[Violation]:
-    if config.engine.update_weight_transport == "disk":
-        yield Violation(
-            "--update-weight-transport disk is not yet supported by this version (auto, shm and nccl are)",
-            ("update_weight_transport",),
-        )
-
-
-RULES = (not_yet, disk_transport)
+RULES = (not_yet,)

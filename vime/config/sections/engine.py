@@ -42,6 +42,13 @@ class Engine:
     update_weight_mode: Literal["full", "delta"] = flag("full", help="What a weight sync carries.")
     update_weight_transport: Literal["auto", "shm", "nccl", "disk"] = flag(
         "auto",
-        help="How weights reach the engines: shared memory of one machine, or a process group (NCCL between GPUs, gloo "
-        "between CPUs). auto: shm where trainer and engines have the same CPUs or GPUs, else nccl.",
+        help="How weights reach the engines: shared memory of one machine, a process group (NCCL between GPUs, gloo "
+        "between CPUs), or a folder on a disk. auto: shm where trainer and engines have the same CPUs or GPUs, else "
+        "nccl.",
+    )
+    update_weight_disk_dir: str | None = flag(
+        None, help="Folder for versions of the weights that trainer, driver and engines see under the same path."
+    )
+    update_weight_disk_keep_files: bool = flag(
+        False, help="Keep each version there; else it is removed once every engine has the next one."
     )

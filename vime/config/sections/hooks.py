@@ -31,6 +31,9 @@ class Hooks:
     )
     custom_rollout_log_function_path: str | None = flag(None, help="Logs a rollout; a true result replaces our log.")
     custom_eval_rollout_log_function_path: str | None = flag(None, help="Logs an evaluation, in the same way.")
+    custom_update_weight_post_write_path: str | None = flag(
+        None, help="Sees each version of the weights that was written to a disk, before engines load it."
+    )
     custom_megatron_init_path: str | None = flag(None, help="Sets up a rank of the trainer before its model is built.")
     custom_model_provider_path: str | None = flag(None, help="Changes the model before it is wrapped for training.")
     custom_megatron_before_log_prob_hook_path: str | None = flag(
