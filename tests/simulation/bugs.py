@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from tests.simulation.engines import FakeEngine
@@ -67,9 +67,12 @@ class SwapsStale(Driver):
 
 
 class _Lazy(FakeEngine):
-    def _update_weights(self, body: Any) -> None:
-        if self.index > 0 or self.version == 0:
-            super()._update_weights(body)
+    def _update_weights(self, body: Any) -> Coroutine[Any, Any, None] | None:
+        weights = self.weights
+        updated = super()._update_weights(body)
+        if self.index == 0 and self.version > 0 and updated is None:
+            self.weights = weights
+        return updated
 
 
 BUGS = (LosesAReply, TrainsTwice, SwapsStale)

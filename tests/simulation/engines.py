@@ -7,12 +7,14 @@ token and the weights. So it can be told of any token, long after, under which w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import inspect
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
+from tests.simulation.broadcast import BrokenGroup, FakeGroup
 from tests.simulation.clock import TICK
 from tests.simulation.scenario import Faults
 from tests.simulation.world import World, mixed
@@ -106,6 +108,8 @@ class FakeEngine:
         self.has_served = False  # it has been through a sync: the first one of a run must not fail
         self.requests: list[Request] = []
         self._calls = self._finished = 0
+        self._group: FakeGroup | None = None  # of which it is a member
+        self._rank = 0  # there
         self._take("weights", "kv_cache")
 
     def __str__(self) -> str:
@@ -123,7 +127,25 @@ class FakeEngine:
             return await self.serve(self.request(body))
         await self._take_time(verb)
         handler = getattr(self, f"_{verb}", None)
-        return handler(query if body is None else body) if handler is not None else None
+        answer = handler(query if body is None else body) if handler is not None else None
+        return await self._or_end(answer, verb) if inspect.isawaitable(answer) else answer
+
+    async def _or_end(self, answer: Coroutine[Any, Any, Any], verb: str) -> Any:
+        """What comes of a call that takes its time, if the engine lives to tell."""
+        task, ended = asyncio.ensure_future(answer), asyncio.ensure_future(self.ended.wait())
+        try:
+            await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if self.hangs:
+                await ended
+            if self.last_words is not None:
+                raise Unreachable(f"{self} cannot be reached for {verb}")
+            return task.result()
+        except BrokenGroup as error:
+            raise Refused(f"{self} answered {verb} with 500: {error}", 500) from None
+        finally:
+            task.cancel()
+            ended.cancel()
+            await asyncio.gather(task, ended, return_exceptions=True)
 
     async def serve(self, request: Request) -> dict[str, Any]:
         self.requests.append(request)
@@ -194,8 +216,26 @@ class FakeEngine:
         self.paused, self.has_served = False, True
         self._wake()
 
-    def _update_weights(self, body: Any) -> None:
-        self.weights = self._world.shared[body["update_info"]["path"]]
+    def _get_world_size(self, body: Any) -> dict[str, int]:
+        return {"world_size": 1}
+
+    def _init_weight_transfer_engine(self, body: Any) -> Coroutine[Any, Any, None] | None:
+        """Joins the group to which it is invited, if it is."""
+        if (rank := body["init_info"].get("rank_offset")) is None:
+            return None
+        self._rank, self._group = rank, self._world.group
+        assert self._group is not None
+        return self._group.join(rank, lambda: self.is_healthy)
+
+    def _update_weights(self, body: Any) -> Coroutine[Any, Any, None] | None:
+        if (path := body["update_info"].get("path")) is None:
+            return self._receive()
+        self.weights = self._world.shared[path]
+        return None
+
+    async def _receive(self) -> None:
+        assert self._group is not None
+        self.weights = await self._group.receive(self._rank)
 
     def _finish_weight_update(self, body: Any) -> None:
         self.version = int(body["weight_version"])

@@ -184,7 +184,7 @@ class Driver:
             fleet,
             self.turns,
             probe_prompt=prompts.probe_prompt(),
-            broadcasts=False,
+            broadcasts="broadcast" in self.scenario.features,
             ledger=FakeLedger(),  # type: ignore[arg-type]
             version=int(self._saved.get("weight_version", 1)) - 1,
             unscheduled=self.rollouts.advanced,

@@ -21,6 +21,7 @@ class Faults:
     lost_replies: float = 0.0
     control_fails: float = 0.0
     engine_deaths: float = 0.0  # of one engine process
+    outage: float = 0.0  # of all engines at once, in one life of the driver
     starts_fail: float = 0.0
     not_taken: float = 0.0  # of an engine that was restarted, by the router
     router_death: float = 0.0  # in one life of the driver
@@ -50,7 +51,7 @@ class Scenario:
         if "in order" in has:
             return True
         faults = self.faults
-        timely = not (faults.engine_deaths or faults.control_fails or faults.router_death)
+        timely = not (faults.engine_deaths or faults.outage or faults.control_fails or faults.router_death)
         return timely and ("sync" in has or not {"dynamic", "over-sampling"} & has)
 
     def plain(self) -> Scenario:
@@ -87,7 +88,7 @@ FEATURES = (
     *("sync", "async", "async without staleness", "fully async"),
     *("wait", "drop", "mask"),
     *("shuffled", "dynamic", "over-sampling", "partial", "masked", "in order", "buffer filter"),
-    *("evaluation", "episodes", "shared devices", "critic", "fault tolerant"),
+    *("evaluation", "episodes", "shared devices", "critic", "broadcast", "fault tolerant"),
 )
 """What runs have, or have not."""
 
@@ -123,6 +124,8 @@ def scenario_of(seed: int) -> Scenario:
             choose("masked", 0.4, "--mask-offpolicy-in-partial-rollout")
     if "sync" not in features or not choose("shared devices", 0.4, ""):
         choose("critic", 0.2, "")
+    if not {"shared devices", "in order"} & set(features):
+        choose("broadcast", 0.4, "--update-weight-transport nccl")
     tolerant = choose("fault tolerant", 0.5, "--use-fault-tolerance")
     return Scenario(
         seed=seed,
@@ -142,6 +145,7 @@ def scenario_of(seed: int) -> Scenario:
             lost_replies=dice.rate("lost replies", 0.02) * tolerant,
             control_fails=dice.rate("control fails", 0.03) * tolerant,
             engine_deaths=dice.rate("engine deaths", 1.0) * tolerant,
+            outage=dice.rate("outage", 1.0) * tolerant,
             starts_fail=dice.rate("starts fail", 0.3) * tolerant,
             not_taken=dice.rate("not taken", 0.5) * tolerant,
             router_death=dice.rate("router death", 1.0) * tolerant,

@@ -16,6 +16,7 @@ from vime.serving.control import GENERATE, EngineControl
 from vime.serving.http import EngineError, HttpServer, Late, Refused, Unreachable
 
 LATENCY_S = 4 * TICK  # of a request on its way
+FIRST_SYNC_S = 5.0  # is over by then: what fails in it ends a run
 ROUTER = "http://router"
 
 MakeEngine = Callable[[World, int, int, Faults], FakeEngine]
@@ -144,7 +145,13 @@ class FakeCluster:
             hangs = world.chance.hits(0.3, "router hangs", world.life)
             seconds = world.chance.seconds(2, 40, "router's life", world.life)
             loop.call_later(seconds, self.router.hang if hangs else self.router.end)
+        if world.chance.hits(self._faults.outage, "outage", world.life):
+            loop.call_later(world.chance.seconds(FIRST_SYNC_S, 20, "outage", world.life), self._lose_all)
         return [self._started(index) for index in range(len(self._places))]
+
+    def _lose_all(self) -> None:
+        for place in self._places:
+            place[-1].end("the power failed")
 
     async def start_engine(self, index: int) -> EngineControl:
         number = len(self._places[index])
@@ -166,7 +173,7 @@ class FakeCluster:
         world.tell("engine started", engine=str(engine))
         identity = (index, number, world.life)
         if number < 3 and world.chance.hits(self._faults.engine_deaths, "engine ends", *identity):
-            seconds = world.chance.seconds(1, 40, "engine's life", *identity)
+            seconds = world.chance.seconds(1 if number else FIRST_SYNC_S, 40, "engine's life", *identity)
             if world.chance.hits(0.3, "hangs", *identity):
                 loop.call_later(seconds, engine.hang)
             else:

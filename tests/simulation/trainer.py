@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.simulation.broadcast import FakeGroup
 from tests.simulation.clock import TICK
 from tests.simulation.engines import log_prob, prefix_of
 from tests.simulation.world import History, Synced, Training, World, mixed
 from vime.cluster.turns import Turns
 from vime.types import RolloutBatch, TokenScores, TrainResult, TrainSample, WeightVersion, derive_seed
+from vime.weights.invitation import Invitation, SendReport
 from vime.weights.plan import WeightPlan
 
 MEMORY_GIB = {"parameters": 4, "rest": 8}
@@ -66,12 +68,40 @@ class FakeTrainer:
 
     async def export_weights(self, version: WeightVersion) -> FakeExport:
         """Overwrites what engines could read so far."""
+        self._name(version)
+        self._world.shared[SHARED] = self.weights
+        return FakeExport()
+
+    def _name(self, version: WeightVersion) -> None:
         self._world.tell("export", version=version, weights=self.weights)
         synced = Synced(weights=self.weights, trainings=self.trainings)
         if self._world.history.syncs.setdefault(version, synced) != synced:
             raise RuntimeError(f"version {version} is the name of two sets of weights")
-        self._world.shared[SHARED] = self.weights
-        return FakeExport()
+
+    # ``weights.transfers.Broadcaster``
+
+    async def weight_plan(self, version: WeightVersion) -> WeightPlan:
+        self._name(version)
+        return PLAN
+
+    async def invite_engines(self, members: int, timeout_s: float) -> Invitation:
+        if self._world.group is not None:
+            self._world.group.close("the trainer has left")
+        self._world.group = FakeGroup(members, timeout_s)
+        return self._world.group.invitation
+
+    async def join_engines(self) -> None:
+        await self._group.meet()
+
+    async def broadcast_weights(self, bucket_bytes: int) -> SendReport:
+        report = await self._group.send(self.weights)
+        self._world.tell("broadcast", weights=self.weights, failures=list(report.failures))
+        return report
+
+    @property
+    def _group(self) -> FakeGroup:
+        assert self._world.group is not None
+        return self._world.group
 
     async def log_probs_of(self, token_ids: Sequence[int], prompt_length: int) -> list[float]:
         prefix, found = prefix_of(token_ids[:prompt_length]), []

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from tests.simulation.broadcast import FakeGroup
 from tests.simulation.clock import TICK
 from vime.types import RolloutBatch, WeightVersion, derive_seed
 
@@ -148,6 +149,7 @@ class World:
         self.chance = Chance(seed)
         self.history = History()
         self.devices = Devices()
+        self.group: FakeGroup | None = None  # over which the trainer sends weights
         self.shared: dict[str, int] = {}  # memory that the trainer shares with engines: path → weights
         self.life = 0
         self.trace: list[Event] = []
