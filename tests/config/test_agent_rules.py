@@ -20,6 +20,11 @@ def test_one_agent_is_needed_and_enough(flags):
     assert resolve(flags(*with_colon, "--agent-command", "c")).violations == ()
 
 
+def test_the_transcripts_of_a_sample_have_indices(flags):
+    (violation,) = resolve(flags(*RUNS, *FUNCTION, "--agent-max-transcripts", "9000")).violations
+    assert violation.startswith("--agent-max-transcripts must be at least 1 and at most 8192, not 9000")
+
+
 @pytest.mark.parametrize("words", [FUNCTION, ("--agent-command", "c"), ("--agent-timeout-s", "5")])
 def test_flags_of_agents_without_an_agent_are_refused(flags, words):
     (violation,) = resolve(flags(*words)).violations

@@ -40,8 +40,9 @@ async def played(folder: Path, *said: str, max_tokens: int = 900) -> tuple[Sampl
     values |= {"apply_chat_template_kwargs": {}, "rollout_skip_special_tokens": False, "agent_command": None}
     values |= {"agent_function_path": "examples.coding_agent_rl.coding_agent:solve", "agent_timeout_s": 60.0}
     values |= {"agent_samples": "all", "agent_sampling": "refuse", "agent_call_format": None}
-    values |= {"reward_key": None, "eval_reward_key": None}
-    values |= {"agent_host": "127.0.0.1", "agent_port": 0, "generator": ScriptedGenerator(tokenizer, turns(*said))}
+    values |= {"reward_key": None, "eval_reward_key": None, "agent_max_transcripts": 64}
+    values |= {"agent_host": "127.0.0.1", "agent_port": 0, "agent_advertise": None}
+    values |= {"generator": ScriptedGenerator(tokenizer, turns(*said))}
     drawn = Sample(index=0, group_index=0, prompt="Write f.", metadata=dict(TASK), session_id="s")
     answer = await generate(Args(values), drawn, {**PARAMS, "max_tokens": max_tokens})
     (sample,) = generated_samples(answer, 0, 0)

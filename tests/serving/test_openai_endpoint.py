@@ -53,10 +53,12 @@ async def test_trained_tokens_are_the_sampled_ones_in_the_context_in_which_they_
     client: RouterClient, tied_engine: Served
 ) -> None:
     noted = Noted(client)
-    endpoint = Endpoint(Speaker(noted, load_tokenizer(tied_engine.folder), max_context=512))
+    endpoint = Endpoint(Speaker(noted, load_tokenizer(tied_engine.folder)))
     params = SamplingParams(max_tokens=400, seed=3)
     drawn = [Sample(index=i, group_index=0, prompt=f"How many is {i}?", session_id=f"e-{i}") for i in range(EPISODES)]
-    played = await asyncio.gather(*(play(agent, endpoint, sample, params, timeout_s=120) for sample in drawn))
+    played = await asyncio.gather(
+        *(play(agent, endpoint, sample, params, timeout_s=120, max_context=512) for sample in drawn)
+    )
 
     for (sample,), i in zip(played, range(EPISODES), strict=True):
         turns = noted.turns[f"e-{i}"]

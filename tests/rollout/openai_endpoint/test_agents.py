@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -20,7 +22,7 @@ from tests.rollout.openai_endpoint.agents import PROGRAM, adder
 from tests.rollout.openai_endpoint.test_sessions import ANSWER, CALL, trained
 from vime.errors import UserError
 from vime.observe.rollout_metrics import multi_turn_metrics
-from vime.rollout.openai_endpoint import Endpoint, Speaker, agent_of, agents, command_agent, play
+from vime.rollout.openai_endpoint import Endpoint, Speaker, agent_of, agents, command_agent, generate, play
 from vime.types import Sample, SamplingParams, Status
 
 PARAMS = SamplingParams(max_tokens=400, seed=11)
@@ -36,9 +38,9 @@ def asked() -> Sample:
 
 
 async def played(agent: Any, generator: Any, tokenizer: Any, **options: Any) -> list[Sample]:
-    endpoint = Endpoint(Speaker(generator, tokenizer, max_context=2048))
+    endpoint = Endpoint(Speaker(generator, tokenizer))
     sample, params = options.pop("sample", None) or asked(), options.pop("params", PARAMS)
-    return await play(agent, endpoint, sample, params, **{"timeout_s": 20.0, **options})
+    return await play(agent, endpoint, sample, params, **{"timeout_s": 20.0, "max_context": 2048, **options})
 
 
 async def ask(task: Any, *messages: Any, retries: int = 0) -> str:
@@ -319,6 +321,27 @@ async def test_the_agent_of_the_page_works(tokenizer):
     exec(re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1], found)
     (sample,) = await played(found["solve"], ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer)
     assert (sample.reward, sample.status) == (1.0, Status.COMPLETED)
+
+
+async def test_rollouts_and_evaluations_of_another_context_share_a_port_of_their_own(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    values: dict[str, Any] = {
+        "agent_function_path": "tests.rollout.openai_endpoint.agents:adder",
+        "agent_command": None,
+    }
+    values |= {"generator": ScriptedGenerator(tokenizer, turns(CALL, ANSWER)), "hf_checkpoint": str(tmp_path)}
+    values |= {"trust_remote_code": False, "apply_chat_template_kwargs": {}, "rollout_skip_special_tokens": True}
+    values |= {"agent_timeout_s": 30.0, "agent_samples": "all", "agent_sampling": "refuse", "agent_call_format": None}
+    values |= {"agent_host": "127.0.0.1", "agent_port": port, "agent_advertise": None, "agent_max_transcripts": 64}
+    values |= {"reward_key": None, "eval_reward_key": None}
+
+    async def status(context: int, evaluation: bool) -> Status:
+        args = SimpleNamespace(**values, max_context_tokens=context)
+        return (await generate(args, asked(), {"max_tokens": 400}, evaluation))[0].status
+
+    assert await asyncio.gather(status(2048, False), status(20, True)) == [Status.COMPLETED, Status.FAILED]
 
 
 def test_a_run_needs_one_agent():

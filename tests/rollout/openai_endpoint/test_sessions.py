@@ -64,9 +64,10 @@ class Client:
 @contextlib.asynccontextmanager
 async def serving(generator: Any, tokenizer: Any, params: SamplingParams = PARAMS, **options: Any) -> Any:
     context = options.pop("max_context", 2048)
-    speaker = Speaker(generator, tokenizer, max_context=context, call_format=options.pop("call_format", None))
+    most = options.pop("max_transcripts", 64)
+    speaker = Speaker(generator, tokenizer, call_format=options.pop("call_format", None))
     endpoint = Endpoint(speaker, **options)
-    async with endpoint.session(params, "42-5") as session:
+    async with endpoint.session(params, "42-5", max_context=context, max_transcripts=most) as session:
         client = Client(endpoint, session)
         async with client.openai:
             yield client
@@ -387,10 +388,29 @@ async def test_models_and_the_session_as_an_api_key(tokenizer):
     assert len(client.samples()) == 1
 
 
+async def test_a_session_has_so_many_transcripts_at_most(tokenizer):
+    async with serving(ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer, max_transcripts=3) as client:
+        said = [(await client.ask(ASKED)).choices[0].message for _ in range(2)]
+        answers = await asyncio.gather(*(client.ask(ASKED) for _ in range(5)), return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, openai.BadRequestError)]
+        assert {answer.code for answer in refused} == {"too_many_transcripts"}
+        await client.ask([*ASKED, said[0].model_dump(exclude_none=True), {"role": "user", "content": "Sure?"}])
+    assert (len(refused), len(client.samples())) == (4, 3)
+
+
+async def test_where_all_addresses_are_listened_at_agents_are_told_one_that_is_reached(tokenizer):
+    async with serving(ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer, host="0.0.0.0") as client:
+        assert "//0.0.0.0:" not in client.url
+        await client.ask(ASKED)
+    options = {"host": "0.0.0.0", "advertise": "gateway.example"}
+    async with serving(ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer, **options) as client:
+        assert client.url.startswith("http://gateway.example:")
+
+
 async def test_the_server_is_there_while_a_session_is_open(tokenizer):
-    endpoint = Endpoint(Speaker(ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer, max_context=512))
-    async with endpoint.session(PARAMS, "a") as one:
-        async with endpoint.session(PARAMS, "b") as two:
+    endpoint = Endpoint(Speaker(ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer))
+    async with endpoint.session(PARAMS, "a", max_context=512) as one:
+        async with endpoint.session(PARAMS, "b", max_context=64) as two:
             url = endpoint.base_url(one)
             assert url.rpartition("/session/")[0] == endpoint.base_url(two).rpartition("/session/")[0]
         async with aiohttp.ClientSession() as http:
@@ -469,4 +489,4 @@ def test_a_tokenizer_without_a_chat_template_cannot_speak():
     tokenizer = tokenizer_with(CHATML)
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="needs a chat template"):
-        Speaker(ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer, max_context=10)
+        Speaker(ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer)

@@ -68,6 +68,8 @@ RANGES: Mapping[str, Range] = dict(
             "weight_sync_timeout_s rollout_health_check_interval rollout_health_check_timeout",
             Range(0, above=True),
         ),
+        ("agent_max_transcripts", Range(1, 8192, why="each is a sample of its own, and so many have indices")),
+        ("agent_port", Range(0, 65535)),
         *_each("adam_beta1 adam_beta2 lr_warmup_fraction", Range(0, 1, below=True)),
         *_each("adam_eps opd_kl_coef tis_clip dr_grpo_divisor", Range(0, above=True)),
         *_each("rollout_top_p eval_top_p", Range(0, 1, above=True)),

@@ -33,5 +33,9 @@ class Agent:
         choices=("hermes", "llama3", "mistral", "glm", "fenced"),
         help="How the model calls tools, where its chat template does not tell.",
     )
-    agent_host: str = flag("127.0.0.1", help="Address at which agents find the endpoint.")
+    agent_max_transcripts: int = flag(64, help="Which one sample may begin; further requests that begin one get 400.")
+    agent_host: str = flag("127.0.0.1", help="Address at which the endpoint listens; 0.0.0.0: all of the machine's.")
+    agent_advertise: str | None = flag(
+        None, help="Address at which agents find the endpoint, where that is not --agent-host or the machine's own."
+    )
     agent_port: int = flag(0, help="Port at which agents find the endpoint; 0: any.")

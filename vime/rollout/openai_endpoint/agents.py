@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from vime.rewards.values import RewardFailed, to_number
 from vime.rollout.multi_turn.tool_calls import UNREADABLE
 from vime.rollout.multi_turn.transcript import METADATA_KEY
-from vime.rollout.openai_endpoint.server import MODEL, Endpoint
+from vime.rollout.openai_endpoint.server import MAX_TRANSCRIPTS, MODEL, Endpoint
 from vime.rollout.openai_endpoint.session import Kept, Session
 from vime.sandbox.processes import close_pipes, ended
 from vime.types import Message, Sample, SamplingParams, Status
@@ -59,12 +59,16 @@ async def play(
     *,
     evaluation: bool = False,
     timeout_s: float,
+    max_context: int,
+    max_transcripts: int = MAX_TRANSCRIPTS,
     kept: Kept = "all",
     reward_key: str | None = None,
 ) -> list[Sample]:
     """Runs the agent on one sample.
 
     Args:
+        max_context: the most tokens that prompt and response may have together.
+        max_transcripts: that the agent may begin.
         reward_key: which value of a dict is the reward.
 
     Returns one sample for each transcript, all with what the agent's result says. An agent that is not done in time, or
@@ -76,7 +80,13 @@ async def play(
         Exception: what the engines raised, unless the agent made that request again and was answered. Whatever it made
             of a failure, its result tells nothing of the model.
     """
-    async with endpoint.session(params, sample.session_id or f"sample-{sample.index}") as session:
+    opened = endpoint.session(
+        params,
+        sample.session_id or f"sample-{sample.index}",
+        max_context=max_context,
+        max_transcripts=max_transcripts,
+    )
+    async with opened as session:
         task = AgentTask(
             base_url=endpoint.base_url(session),
             api_key=session.id,

@@ -28,6 +28,8 @@ async def generate(
         SamplingParams(**sampling_params),
         evaluation=evaluation,
         timeout_s=args.agent_timeout_s,
+        max_context=args.max_context_tokens,
+        max_transcripts=args.agent_max_transcripts,
         kept=args.agent_samples,
         reward_key=args.eval_reward_key if evaluation else args.reward_key,
     )
@@ -52,12 +54,12 @@ def _endpoint_of(args: Any) -> Endpoint:
         args.generator,
         args.hf_checkpoint,
         args.trust_remote_code,
-        args.max_context_tokens,
         json.dumps(dict(args.apply_chat_template_kwargs)),
         args.agent_call_format,
         args.rollout_skip_special_tokens,
         args.agent_host,
         args.agent_port,
+        args.agent_advertise,
         args.agent_sampling == "ignore",
     )
 
@@ -67,21 +69,20 @@ def _endpoint(
     generator: Generator,
     checkpoint: str,
     trust_remote_code: bool,
-    max_context: int,
     template_kwargs: str,
     call_format: str | None,
     skip_special_tokens: bool,
     host: str,
     port: int,
+    advertise: str | None,
     ignores_sampling: bool,
 ) -> Endpoint:
-    """One for the engines of a run."""
+    """One for the engines of a run, whatever their context is for a set of prompts: it may have a port of its own."""
     speaker = Speaker(
         generator,
         load_tokenizer(checkpoint, trust_remote_code=trust_remote_code),
-        max_context=max_context,
         template_kwargs=json.loads(template_kwargs),
         call_format=call_format,
         skip_special_tokens=skip_special_tokens,
     )
-    return Endpoint(speaker, host=host, port=port, ignores_sampling=ignores_sampling)
+    return Endpoint(speaker, host=host, port=port, advertise=advertise, ignores_sampling=ignores_sampling)

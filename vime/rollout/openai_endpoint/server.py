@@ -7,9 +7,11 @@ An agent is told its session by the base URL, ``http://HOST:PORT/session/ID/v1``
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
 import secrets
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -25,6 +27,9 @@ logger = logging.getLogger(__name__)
 MODEL = "vime"
 """The name that ``/v1/models`` gives the model; requests may give any."""
 
+MAX_TRANSCRIPTS = 64
+"""Of a session, unless more are allowed."""
+
 _MAX_REQUEST_BYTES = 64 << 20
 
 
@@ -34,15 +39,23 @@ class Endpoint:
     Args:
         host: where to listen. Beyond loopback everybody who knows a session's id may use it.
         port: 0 for any that is free.
+        advertise: the address that agents are told; None: the host, or of this machine's addresses the one by which it
+            reaches others, where the host stands for all of them.
         ignores_sampling: requests that ask for another temperature, top_p or top_k than the run's are answered with
             the run's instead of refused.
     """
 
     def __init__(
-        self, speaker: Speaker, *, host: str = "127.0.0.1", port: int = 0, ignores_sampling: bool = False
+        self,
+        speaker: Speaker,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str | None = None,
+        ignores_sampling: bool = False,
     ) -> None:
         self._speaker = speaker
-        self._host, self._port = host, port
+        self._host, self._port, self._advertise = host, port, advertise
         self._ignores_sampling = ignores_sampling
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
@@ -51,9 +64,19 @@ class Endpoint:
         self._changing = asyncio.Lock()
 
     @asynccontextmanager
-    async def session(self, params: SamplingParams, session_id: str) -> AsyncIterator[Session]:
-        """A session that is open within the block. The first one starts the server, the last one stops it."""
-        session = Session(self._speaker, secrets.token_hex(16), params, session_id)
+    async def session(
+        self, params: SamplingParams, session_id: str, *, max_context: int, max_transcripts: int = MAX_TRANSCRIPTS
+    ) -> AsyncIterator[Session]:
+        """A session that is open within the block, see ``Session``. The first one starts the server, the last one stops
+        it."""
+        session = Session(
+            self._speaker,
+            secrets.token_hex(16),
+            params,
+            session_id,
+            max_context=max_context,
+            max_transcripts=max_transcripts,
+        )
         async with self._changing:
             if self._runner is None:
                 await self._start()
@@ -87,6 +110,7 @@ class Endpoint:
             await runner.cleanup()
             raise
         host, port = runner.addresses[0][:2]
+        host = self._advertise or (_own_address(host) if ipaddress.ip_address(host).is_unspecified else host)
         self._address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._runner = runner
 
@@ -121,6 +145,18 @@ class Endpoint:
         self._session_of(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "vime"}
         return web.json_response({"object": "list", "data": [model]})
+
+
+def _own_address(every: str) -> str:
+    """Of this machine, in the family of the address that stands for all of them. Nothing is sent to find it."""
+    family, elsewhere = (socket.AF_INET6, "2001:db8::1") if ":" in every else (socket.AF_INET, "192.0.2.1")
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((elsewhere, 9))  # an address of documentation: RFC 5737, RFC 3849
+        except OSError:  # there is no way out
+            return "::1" if ":" in every else "127.0.0.1"
+        address: str = probe.getsockname()[0]
+    return address
 
 
 async def _streamed(request: web.Request, answer: Answer, wanted: ChatRequest) -> web.StreamResponse:

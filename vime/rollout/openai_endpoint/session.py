@@ -40,7 +40,6 @@ class Speaker:
 
     Args:
         tokenizer: of transformers, with a chat template.
-        max_context: the most tokens that prompt and response may have together.
         template_kwargs: further arguments of the chat template.
         call_format: how the model calls tools, e.g. "hermes"; None: as its chat template shows.
         skip_special_tokens: whether ``Sample.response`` is written without them.
@@ -54,13 +53,11 @@ class Speaker:
         generator: Generator,
         tokenizer: Any,
         *,
-        max_context: int,
         template_kwargs: Mapping[str, Any] | None = None,
         call_format: str | None = None,
         skip_special_tokens: bool = True,
     ) -> None:
         self.generator = generator
-        self.max_context = max_context
         self.template = TurnTemplate(tokenizer, kwargs=template_kwargs)
         self._chat = ChatTemplate(tokenizer, kwargs=template_kwargs)
         self._tokenizer = tokenizer
@@ -136,17 +133,30 @@ class Session:
         params: how to sample; ``max_tokens`` is for all that follows a transcript's first prompt, and the seeds of
             requests are derived from theirs.
         session_id: which keeps the requests on one engine.
+        max_context: the most tokens that prompt and response may have together.
+        max_transcripts: that the requests may begin.
 
     Attributes:
         interrupted: set once the engines were told to stop: what the agent still does is in vain.
     """
 
-    def __init__(self, speaker: Speaker, id: str, params: SamplingParams, session_id: str) -> None:  # noqa: A002
+    def __init__(
+        self,
+        speaker: Speaker,
+        id: str,  # noqa: A002
+        params: SamplingParams,
+        session_id: str,
+        *,
+        max_context: int,
+        max_transcripts: int,
+    ) -> None:
         self.id = id
         self.params = params
         self.interrupted = asyncio.Event()
         self._speaker = speaker
         self._session_id = session_id
+        self._max_context, self._max_transcripts = max_context, max_transcripts
+        self._beginning = 0  # dialogues whose first answer is not there
         self._dialogues: list[Dialogue] = []
         self._numbers = itertools.count()
         self._failures: dict[_Asked, Exception] = {}
@@ -161,17 +171,20 @@ class Session:
         keys, tools, was_full = request.keys, json.dumps(request.tools, sort_keys=True), self._full
         dialogue = self._continued(keys, tools)
         if dialogue is None:
+            self._check_number()
             transcript, said = Transcript(self._speaker.prompt(request)), list[int]()
             dialogue = Dialogue(next(self._numbers), tools, [], transcript)
         else:
             new = request.messages[len(dialogue.messages) :]
             said = self._speaker.between(dialogue.transcript.turn(-1), new)
-        dialogue.busy = True
+        dialogue.busy, began = True, not dialogue.messages
+        self._beginning += began
         try:
             wanted = self._wanted(request, dialogue, len(said))
             transcript, generation = await self._followed(dialogue.transcript, said, wanted, (tuple(keys), tools))
         finally:
             dialogue.busy = False
+            self._beginning -= began
         answer = self._answer(request, dialogue.number, transcript, generation)
         dialogue.transcript, dialogue.messages = transcript, [*keys, key_of(answer.message)]
         dialogue.finish_reason, dialogue.full = generation.finish_reason, False
@@ -198,6 +211,16 @@ class Session:
         """What the engines raised for a request, unless that was made again and answered."""
         return next(iter(self._failures.values()), None)
 
+    def _check_number(self) -> None:
+        """An agent that asks the same thing again and again, over an error say, begins transcripts without end."""
+        if len(self._dialogues) + self._beginning >= self._max_transcripts:
+            raise Refused(
+                f"this session has {self._max_transcripts} transcripts (--agent-max-transcripts): go on with one, by "
+                "sending its messages and its answers as they are",
+                param="messages",
+                code="too_many_transcripts",
+            )
+
     def _continued(self, keys: list[Key], tools: str) -> Dialogue | None:
         found = [dialogue for dialogue in self._dialogues if dialogue.goes_on(keys, tools)]
         return max(found, key=lambda dialogue: len(dialogue.messages), default=None)
@@ -209,14 +232,12 @@ class Session:
             Refused: there is no room for one.
         """
         transcript, params = dialogue.transcript, self.params
-        room = min(
-            params.max_tokens - transcript.response_length - said, self._speaker.max_context - len(transcript) - said
-        )
+        room = min(params.max_tokens - transcript.response_length - said, self._max_context - len(transcript) - said)
         if room < 1:
             self._full = dialogue.full = True
             raise Refused(
                 f"there is no room for an answer: {len(transcript) + said} tokens, {transcript.response_length + said} "
-                f"of them after the first prompt; the context ends at {self._speaker.max_context}, the response at "
+                f"of them after the first prompt; the context ends at {self._max_context}, the response at "
                 f"{params.max_tokens}",
                 param="messages",
                 code="context_length_exceeded",
