@@ -1,6 +1,8 @@
 """A run ends with the last words of the server that is gone."""
 
 import asyncio
+import subprocess
+import sys
 from typing import NoReturn
 
 import pytest
@@ -69,3 +71,44 @@ async def test_cancelling_waits_for_the_work_to_clean_up():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert cleaned == [True]
+
+
+async def stubborn(ends: asyncio.Event) -> None:
+    """A function of a user's in a loop that tries again whatever happens."""
+    while not ends.is_set():
+        try:
+            await ends.wait()
+        except asyncio.CancelledError:
+            continue
+
+
+async def test_work_that_will_not_be_cancelled_holds_up_an_end_for_so_long_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vime.cluster.supervision.END_S", 0.05)
+    ends = asyncio.Event()
+    task = asyncio.ensure_future(supervised(stubborn(ends), nothing_happens(), none_failed))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+    assert "the training loop is left behind" in caplog.text
+    ends.set()
+
+
+def test_a_process_ends_although_a_task_of_it_will_not() -> None:
+    script = (
+        "import asyncio, sys\n"
+        "from tests.cluster.test_supervision import stubborn\n"
+        "from vime.cluster import launch\n"
+        "from vime.rollout import tasks\n"
+        "tasks.CANCEL_S = 0.05\n"
+        "left = []\n"
+        "async def run(config):\n"
+        "    left.append(asyncio.create_task(stubborn(asyncio.Event())))\n"
+        "    await asyncio.sleep(0)\n"
+        "launch.run = run\n"
+        "sys.exit(launch.main(None) + 7)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], timeout=120, check=False)
+    assert done.returncode == 7

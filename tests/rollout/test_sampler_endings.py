@@ -10,8 +10,9 @@ from tests.rollout.fakes import FakeSource
 from tests.rollout.worlds import on_virtual_clock
 from vime.errors import UserError
 from vime.plugins.answers import Kept
-from vime.rollout.sampling import CANCEL_S, TELL_S, InFlight, Sampler
+from vime.rollout.sampling import TELL_S, InFlight, Sampler
 from vime.rollout.staleness import StalenessBound
+from vime.rollout.tasks import CANCEL_S
 from vime.types import Group, Sample, Status
 
 

@@ -28,6 +28,7 @@ from vime.config import Config
 from vime.errors import UserError
 from vime.rollout.build import Prompts, load_prompts
 from vime.rollout.sft import Dialogues, load_dialogues
+from vime.rollout.tasks import cancel_all
 from vime.serving.http import EngineError
 from vime.weights.sync import SyncError
 
@@ -37,7 +38,8 @@ INTERRUPTED = 130  # the exit status of a process that Ctrl-C ended
 def main(config: Config) -> int:
     """Runs the job and returns the exit status."""
     try:
-        asyncio.run(run(config))
+        with event_loop() as loop_runner:
+            loop_runner.run(run(config))
     except (asyncio.CancelledError, KeyboardInterrupt):
         print("interrupted: every process was stopped", file=sys.stderr)
         return INTERRUPTED
@@ -45,6 +47,24 @@ def main(config: Config) -> int:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", markup=False)
         return 1
     return 0
+
+
+@contextmanager
+def event_loop() -> Iterator[asyncio.Runner]:
+    """An event loop for the time of the block, as ``asyncio.run`` has one. That waits for ever for tasks that will not
+    end when they are cancelled; here they end with the process."""
+    runner = asyncio.Runner()
+    try:
+        yield runner
+    finally:
+        runner.run(end_all_tasks())
+        if not asyncio.all_tasks(runner.get_loop()):
+            runner.close()
+
+
+async def end_all_tasks() -> None:
+    """All but the one that asks for it."""
+    await cancel_all(list(asyncio.all_tasks() - {asyncio.current_task()}))
 
 
 async def run(config: Config) -> None:

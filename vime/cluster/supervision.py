@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from vime.rollout.tasks import together
+from vime.rollout.tasks import cancel_all, together
 from vime.serving.control import EngineControl
 from vime.serving.fleet import Fleet, State
 from vime.serving.http import EngineError
@@ -27,6 +27,9 @@ T = TypeVar("T")
 MOST_RESTARTS = 5
 PERIOD_S = 3600.0
 """A server that was restarted so often within this time ends the run."""
+
+END_S = 90.0
+"""For the loop to end when it is cancelled; it gives users' functions ``CANCEL_S``."""
 
 Failures = Callable[[], Awaitable[list[str]]]
 """One line for each server that is gone."""
@@ -248,7 +251,8 @@ async def supervised(work: Coroutine[Any, Any, None], watch: Coroutine[Any, Any,
     Raises:
         EngineError: ``watch`` gave up, and ``work`` was cancelled; or ``work`` failed of a server. Causes come last.
     """
-    running, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch)
+    running = asyncio.create_task(work, name="the training loop")
+    watching = asyncio.create_task(watch, name="the supervision of servers")
     try:
         done, _ = await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -257,6 +261,4 @@ async def supervised(work: Coroutine[Any, Any, None], watch: Coroutine[Any, Any,
         causes = [cause for cause in await failures() if cause not in str(error)]
         raise EngineError("\n".join([str(error), *causes])) from None
     finally:
-        running.cancel()
-        watching.cancel()
-        await asyncio.gather(running, watching, return_exceptions=True)
+        await cancel_all([running, watching], END_S)

@@ -13,7 +13,7 @@ from vime.rollout.evaluation import EvalSet, Evaluate, Evaluated, eval_metrics
 from vime.rollout.runner import Runner
 from vime.rollout.sampling import Collected, Sampler, group_order
 from vime.rollout.staleness import StalenessBound
-from vime.rollout.tasks import together
+from vime.rollout.tasks import CANCEL_S, cancel_all, together
 from vime.types import Group, RolloutBatch, WeightVersion
 
 Collect = Callable[[int], Awaitable[Collected]]
@@ -84,7 +84,7 @@ class RolloutManager:
         """Samples in the background, as soon as the engines' weights are new enough for this rollout."""
         assert self._ahead is None, "one rollout is ahead at a time"
         self.source_before = self._source_state() if self._is_custom else None
-        self._ahead = asyncio.ensure_future(self._when_admitted(rollout_id))
+        self._ahead = asyncio.create_task(self._when_admitted(rollout_id), name=f"rollout {rollout_id}")
 
     async def _when_admitted(self, rollout_id: int) -> tuple[Collected, float]:
         await self._bound.admits(rollout_id)
@@ -109,8 +109,7 @@ class RolloutManager:
     async def close(self) -> None:
         """Ends what was begun and not asked for, and what is in flight."""
         if self._ahead is not None:
-            self._ahead.cancel()
-            await asyncio.gather(self._ahead, return_exceptions=True)
+            await cancel_all([self._ahead], 2 * CANCEL_S)  # it gives groups that long by itself
         await self._sampler.close()
 
     async def generate(self, rollout_id: int) -> RolloutBatch:

@@ -25,6 +25,7 @@ from vime.errors import UserError
 from vime.plugins.answers import Kept
 from vime.ports import DataSource
 from vime.rollout.staleness import StalenessBound
+from vime.rollout.tasks import cancel_all
 from vime.types import Group, Status
 
 RunGroup = Callable[[Group, int], Awaitable[Group]]
@@ -37,9 +38,6 @@ Halt = Callable[[], AbstractAsyncContextManager[None]]
 """A block in which nothing is generated; on entry what was under way has ended, with what it had."""
 
 MAX_REFILLS = 32
-
-CANCEL_S = 30.0
-"""For what was cancelled to end; more than an orderly end takes."""
 
 TELL_S = 600.0
 """How long nothing may end before a rollout says what it waits for."""
@@ -489,21 +487,6 @@ def group_order(group: Group) -> int:
     if index is None:
         raise ValueError("a group came back without its group_index; generate functions must keep it")
     return index
-
-
-async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancels the tasks and waits until each has really ended. One that does not is left behind with a warning."""
-    for task in tasks:
-        task.cancel()
-    if not tasks:
-        return
-    ended, left = await asyncio.wait(tasks, timeout=CANCEL_S)
-    await asyncio.gather(*ended, return_exceptions=True)  # nobody else asks what they raised
-    for task in left:
-        logger.warning(
-            "%s is left behind: a function of it goes on %g s after it was cancelled; it must not catch CancelledError",
-            *(task.get_name(), CANCEL_S),
-        )
 
 
 def _to_json(group: Group) -> list[dict[str, Any]]:

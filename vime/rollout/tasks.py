@@ -1,12 +1,18 @@
-"""Running coroutines together."""
+"""Running coroutines together, and ending tasks."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+import logging
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+CANCEL_S = 30.0
+"""For what was cancelled to end; more than an orderly end takes."""
+
+logger = logging.getLogger(__name__)
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -27,3 +33,23 @@ def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+async def cancel_all(tasks: Sequence[asyncio.Task[Any]], timeout_s: float | None = None) -> None:
+    """Cancels the tasks and waits until each has really ended. One that does not is left behind with a warning.
+
+    Args:
+        timeout_s: how long that is waited for; None: ``CANCEL_S``.
+    """
+    limit_s = CANCEL_S if timeout_s is None else timeout_s
+    for task in tasks:
+        task.cancel()
+    if not tasks:
+        return
+    ended, left = await asyncio.wait(tasks, timeout=limit_s)
+    await asyncio.gather(*ended, return_exceptions=True)  # nobody else asks what they raised
+    for task in left:
+        logger.warning(
+            "%s is left behind: a function of it goes on %g s after it was cancelled; it must not catch CancelledError",
+            *(task.get_name(), limit_s),
+        )
