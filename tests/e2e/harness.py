@@ -121,6 +121,15 @@ class Run:
         return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def has_signal(samples: list[dict[str, Any]]) -> bool:
+    """Whether the rewards of some group differ: GRPO has a gradient just then."""
+    rewards: dict[int, set[float]] = {}
+    for sample in samples:
+        if sample["reward"] is not None:
+            rewards.setdefault(sample["group_index"], set()).add(sample["reward"])
+    return any(len(found) > 1 for found in rewards.values())
+
+
 def command_of(process: psutil.Process) -> str:
     """Empty of a process that is gone."""
     try:

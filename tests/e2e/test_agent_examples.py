@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import ROOT, Run
+from tests.e2e.harness import ROOT, Run, has_signal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -26,8 +27,11 @@ def check(name: str, folder: Path, *further: str) -> tuple[list[dict[str, Any]],
         run.finish()
         run.assert_nothing_is_left()
     rows = [row for row in run.rows() if "train/loss" in row]
-    assert len(rows) == 2 and all(row["rollout/multi_turn/turns/mean"] >= 1 for row in rows)
-    samples = [sample for rollout_id in range(2) for sample in run.samples(rollout_id)]
+    rollouts = [run.samples(rollout_id) for rollout_id in range(2)]
+    turns = [[len(sample["metadata"]["multi_turn"]["turns"]) for sample in rollout] for rollout in rollouts]
+    assert [row["rollout/multi_turn/turns/mean"] for row in rows] == pytest.approx([statistics.mean(n) for n in turns])
+    assert [row["train/grad_norm"] > 0 for row in rows] == [has_signal(rollout) for rollout in rollouts]
+    samples = [sample for rollout in rollouts for sample in rollout]
     called = [sample for sample in samples if sample["metadata"]["multi_turn"]["tool_calls"]]
     assert any(len(sample["metadata"]["multi_turn"]["turns"]) > 1 for sample in called), "the prompt shows how to call"
     return samples, rows
