@@ -21,6 +21,17 @@ async def rest(args: Any, sample: Sample, **_: Any) -> None:
     await asyncio.sleep(2.0)
 
 
+ONE_PROGRAM = 40  # the index of a sample, in the second rollout of 32
+
+
+async def rest_and_one_program(args: Any, sample: Sample, **_: Any) -> None:
+    """``rest``, and one answer is taken for a program that its grader runs for six seconds."""
+    if sample.index == ONE_PROGRAM:
+        sample.response = "```python\nimport time\ntime.sleep(6)\nprint(7)\n```\n"
+        sample.metadata |= {"rm_type": "code", "tests": [{"input": "", "output": "7"}], "time_limit_s": 8}
+    await rest(args, sample)
+
+
 async def broken(args: Any, sample: Sample) -> float:
     """Fails on every sample."""
     raise RuntimeError("the reward service is down")

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.e2e.harness import Run
+from tests.e2e.hooks import ONE_PROGRAM
 
 GROUPS, SAMPLES = 8, 4
 LENGTH = 300  # tokens of each answer: a rollout takes some seconds, in which servers can be killed
@@ -30,18 +31,21 @@ def without(flags: Sequence[str], *names: str) -> list[str]:
 def test_engine_router_and_grader_are_killed_while_answers_are_sampled(flags: list[str], save: Path) -> None:
     words = without(flags, "--colocate")
     path = words.index("--custom-rm-path")
-    words[path : path + 2] = ["--rm-type", "last_number", "--rollout-sample-hook", "tests.e2e.hooks:rest"]
-    more = ["--rollout-num-gpus", "2", "--use-fault-tolerance", "--num-rollout", "100000"]
+    hook = "tests.e2e.hooks:rest_and_one_program"
+    words[path : path + 2] = ["--rm-type", "last_number", "--rollout-sample-hook", hook]
+    more = ["--rollout-num-gpus", "2", "--use-fault-tolerance", "--num-rollout", "100000", "--rm-timeout-s", "60"]
     with Run(save, *words, *SIZES, *more) as run:
         run.wait_for(lambda: len(run.rows()) >= 1, "a rollout")
-        server_of(run, "engine_0.log").kill()
+        engine, router = server_of(run, "engine_0.log"), server_of(run, "router.log")
+        engine.kill()
         run.wait_for(lambda: "engine 0 is lost, and will be restarted" in run.output(), "the loss of the engine")
-        server_of(run, "router.log").kill()
-        run.wait_for(lambda: "the router was restarted" in run.output(), "another router")
-        run.named("vime.rewards.worker")[0].kill()
+        router.kill()
+        grader = grader_at_work(run)
+        grader.kill()
+        grader_at_work(run, but=grader)
         run.wait_for(lambda: "engine 0 was restarted" in run.output(), "another engine")
         rows = len(run.rows())
-        run.wait_for(lambda: len(run.rows()) >= rows + 3, "rollouts with both engines")
+        run.wait_for(lambda: len(run.rows()) >= rows + 2, "the rest of a rollout, and one with both engines")
         run.signal(signal.SIGINT)
         assert run.wait() == 130
         run.assert_nothing_is_left()
@@ -50,6 +54,8 @@ def test_engine_router_and_grader_are_killed_while_answers_are_sampled(flags: li
     assert sum(row["rollout/engine_restarts"] for row in rows) == 1
     assert sum(row["rollout/router_restarts"] for row in rows) == 1
     assert sum(row["rollout/requests_repeated"] for row in rows) > 0
+    (program,) = [each for each in run.samples(1) if each["index"] == ONE_PROGRAM]
+    assert (program["grade"]["status"], program["grade"]["score"]) == ("scored", 1.0)
 
 
 @pytest.mark.slow
@@ -128,6 +134,25 @@ def assert_accounted(run: Run, staleness: int = 0) -> None:
         assert versions <= set(range(row["rollout_id"] + 1 - staleness, row["rollout_id"] + 2))
         if staleness == 0:
             assert row["train/train_rollout_logprob_abs_diff_max"] < 1e-4, "the weights are the trainer's"
+
+
+def grader_at_work(run: Run, *, but: psutil.Process | None = None) -> psutil.Process:
+    """Waits for a grader that runs a program, in a sandbox that is its child."""
+    found: list[psutil.Process] = []
+
+    def look() -> bool:
+        found[:] = [each for each in run.named("vime.rewards.worker") if each != but and has_children(each)]
+        return bool(found)
+
+    run.wait_for(look, "a grader that runs a program" if but is None else "another grader that runs it")
+    return found[0]
+
+
+def has_children(process: psutil.Process) -> bool:
+    try:
+        return bool(process.children())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def train_rows(run: Run) -> list[dict[str, Any]]:
