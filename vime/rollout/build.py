@@ -218,30 +218,7 @@ def make_manager(
     gate = Gate(generator)
     args = args.extended(generator=gate, max_context_tokens=prompts.max_context)
 
-    def own(path: str) -> Hook:
-        flag = "custom_generate_function_path of a sample"
-        return load_hook(path, flag, contracts.CUSTOM_GENERATE, log_file(config))
-
-    def make_runner(
-        custom: Hook | None, max_context: int, tool_key: str, eval_reward_key: str | None, rewarder: Rewarder
-    ) -> Runner:
-        own_args = args.extended(max_context_tokens=max_context, tool_key=tool_key, eval_reward_key=eval_reward_key)
-        usual = (
-            custom_generate(custom, own_args, timeout_s=deadline)
-            if custom
-            else _single_turn(prompts, args, gate, max_context)
-        )
-        return Runner(
-            own_generate(usual, own, own_args, timeout_s=deadline),
-            rewarder,
-            seed=config.data.rollout_seed,
-            concurrency=config.engine.vllm_server_concurrency * max(config.cluster.num_engines, 1),
-            hooks=[sample_hook(hook, args, timeout_s=deadline) for hook in hooks.all(contracts.ROLLOUT_SAMPLE_HOOK)],
-            gate=gate,
-            masks_continued=config.sampling.mask_offpolicy_in_partial_rollout,
-            requeues=config.sampling.max_sample_requeues if config.sampling.use_fault_tolerance else None,
-        )
-
+    make_runner = functools.partial(_make_runner, config, prompts, args, gate)
     custom = hooks.get(contracts.CUSTOM_GENERATE)
     runner = make_runner(
         custom, prompts.max_context, config.data.tool_key, config.reward.eval_reward_key, rewarder or hub
@@ -283,6 +260,46 @@ def make_manager(
         process_all=all_samples_process(processes, args, prompts.source) if processes else None,
         bound=bound,
         source_state=getattr(prompts.source, "state_dict", lambda: None),
+    )
+
+
+def _make_runner(
+    config: Config,
+    prompts: Prompts,
+    args: Args,
+    gate: Gate,
+    custom: Hook | None,
+    max_context: int,
+    tool_key: str,
+    eval_reward_key: str | None,
+    rewarder: Rewarder,
+) -> Runner:
+    """What generates answers to the prompts of rollouts, or of one evaluation set, and has them graded.
+
+    Args:
+        custom: the generate function, where it is not the default one; like those of samples it gets ``args``
+            with the values that follow.
+    """
+    deadline, log = config.sampling.rollout_function_timeout_s, log_file(config)
+    own_args = args.extended(max_context_tokens=max_context, tool_key=tool_key, eval_reward_key=eval_reward_key)
+
+    def own(path: str) -> Hook:
+        return load_hook(path, "custom_generate_function_path of a sample", contracts.CUSTOM_GENERATE, log)
+
+    if custom is not None:
+        usual = custom_generate(custom, own_args, timeout_s=deadline)
+    else:
+        usual = _single_turn(prompts, args, gate, max_context)
+    sample_hooks = prompts.hooks.all(contracts.ROLLOUT_SAMPLE_HOOK)
+    return Runner(
+        own_generate(usual, own, own_args, timeout_s=deadline),
+        rewarder,
+        seed=config.data.rollout_seed,
+        concurrency=config.engine.vllm_server_concurrency * max(config.cluster.num_engines, 1),
+        hooks=[sample_hook(hook, args, timeout_s=deadline) for hook in sample_hooks],
+        gate=gate,
+        masks_continued=config.sampling.mask_offpolicy_in_partial_rollout,
+        requeues=config.sampling.max_sample_requeues if config.sampling.use_fault_tolerance else None,
     )
 
 
