@@ -20,9 +20,13 @@ def test_engines_need_their_slots_on_one_node() -> None:
         check_engines_fit(2, 4, [6, 3], "GPU")
 
 
-def choose(asked: str, engines: str = "a", *, on_gpus: bool = False, colocate: bool = False) -> str:
+def choose(
+    asked: str, engines: str = "a", *, on_gpus: bool = False, colocate: bool = False, lasting: bool = False
+) -> str:
     """The trainer is on node a; ``engines`` names the nodes of the engines."""
-    return chosen_transport(asked, trainer_node="a", engine_nodes=list(engines), on_gpus=on_gpus, colocate=colocate)
+    return chosen_transport(
+        asked, trainer_node="a", engine_nodes=list(engines), on_gpus=on_gpus, colocate=colocate, lasting=lasting
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,7 +34,9 @@ def choose(asked: str, engines: str = "a", *, on_gpus: bool = False, colocate: b
     [
         ("aa", {}, "shm"),
         ("aa", {"colocate": True}, "shm"),
-        ("a", {"on_gpus": True, "colocate": True}, "shm"),
+        ("a", {"lasting": True}, "shm"),
+        ("a", {"on_gpus": True, "colocate": True}, "ipc"),
+        ("a", {"on_gpus": True, "colocate": True, "lasting": True}, "shm"),
         ("a", {"on_gpus": True}, "nccl"),
         ("b", {}, "nccl"),
         ("ab", {}, "nccl"),
@@ -47,6 +53,10 @@ def test_a_transport_that_was_asked_for_is_used_where_it_can_be() -> None:
     assert choose("disk", "ab", on_gpus=True, colocate=True) == "disk"
     with pytest.raises(UserError, match="--update-weight-transport shm: engine 1 is not on the node of the trainer's"):
         choose("shm", "ab")
+    for options in ({"on_gpus": True}, {"colocate": True}):
+        with pytest.raises(UserError, match="--update-weight-transport ipc: the engines are not on the trainer's GPUs"):
+            choose("ipc", **options)
+    assert choose("ipc", on_gpus=True, colocate=True, lasting=True) == "ipc"
     with pytest.raises(UserError, match="--update-weight-transport nccl: a process group cannot have two processes on"):
         choose("nccl", on_gpus=True, colocate=True)
     with pytest.raises(UserError, match="--colocate: engine 1 is on another node than the trainer's first rank"):

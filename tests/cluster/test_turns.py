@@ -40,6 +40,9 @@ class Calls(list[str]):
     async def offload(self, part: str) -> None:
         self.append(f"offload {part}")
 
+    async def drop_copies(self) -> None:
+        self.append("drop copies")
+
     async def onload(self, part: str) -> None:
         self.append(f"onload {part}")
 
@@ -56,8 +59,8 @@ async def a_rollout(turns: Turns) -> None:
     await sync(turns)
 
 
-async def sync(turns: Turns) -> None:
-    await turns.to_weights()
+async def sync(turns: Turns, **options: bool) -> None:
+    await turns.to_weights(**options)
     await turns.to_generation()
     await asyncio.sleep(0)  # who is on the way out begins to leave
 
@@ -101,6 +104,27 @@ async def test_the_trainer_leaves_before_keys_and_values_where_there_is_room_for
     calls.free = 71  # 63 after the weights
     await a_rollout(turns)
     assert calls == [*COME, "train", *BEGIN, "wake weights", *LEAVE, "wake kv_cache"]
+
+
+async def test_a_copy_of_the_weights_goes_once_engines_have_loaded_it() -> None:
+    calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
+    await sync(turns, copied=True)
+    assert calls == ["sleep 2", *BEGIN, *LEAVE, "wake weights", "drop copies", "wake kv_cache"], "there may be no room"
+    calls.clear()
+    calls.free = 100
+    await turns.train(None)  # type: ignore[arg-type]
+    await sync(turns, copied=True)
+    await asyncio.sleep(0)
+    assert calls == [*COME, "train", *BEGIN, "wake weights", "wake kv_cache", *LEAVE, "drop copies"]
+    calls.clear()
+    await sync(turns)
+    assert "drop copies" not in calls
+
+
+async def test_a_copy_goes_also_where_the_trainer_stays() -> None:
+    calls, turns = await taking_turns(trainer_leaves=False, engines_sleep=True)
+    await sync(turns, copied=True)
+    assert calls == ["sleep 2", "wake weights", "drop copies", "wake kv_cache"]
 
 
 async def test_nobody_comes_before_the_last_has_left() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,7 @@ class Trainer:
     """Its weights are a number, which training raises."""
 
     plan, path = PLAN, "/proc/1/fd/1"
+    handles: Mapping[str, str] = {}
 
     def __init__(self) -> None:
         self.weights = 1
@@ -46,10 +47,15 @@ class Trainer:
         await self.may_end.wait()
         self.weights += 1
 
-    async def export_weights(self, version: int) -> Trainer:
+    async def export_weights(self, version: int, *, on_device: bool) -> Trainer:
         self.calls.append(f"export {version}")
         self.exported = self.weights
+        self.handles = {"the device": "handle"} if on_device else {}
         return self
+
+    async def drop_copies(self) -> None:
+        self.calls.append("drop")
+        self.exported = 0
 
     async def save_hf(self, folder: Path) -> None:
         self.calls.append(f"save {folder.name}")
@@ -81,7 +87,7 @@ class Engine:
         if "folder" in info:
             self._loaded = int((Path(info["folder"]) / "weights").read_text())
         else:
-            self._loaded = self._trainer.exported if "path" in info else self._trainer.weights
+            self._loaded = self._trainer.exported if "digest" in info else self._trainer.weights
 
     async def finish_update(self, version: int, *, timeout_s: float) -> None:
         self.serves = version, self._loaded
@@ -120,7 +126,7 @@ class Scene:
         monkeypatch: pytest.MonkeyPatch,
         *,
         engines: int = 2,
-        broadcasts: bool = False,
+        transport: str = "shm",
         folders: WeightFolders | None = None,
         tolerant: bool = True,
         router: Any = None,
@@ -138,7 +144,7 @@ class Scene:
             self.fleet,
             self.turns,
             probe_prompt=[1],
-            broadcasts=broadcasts,
+            transport=transport,
             folders=folders,
             ledger=ledger,
             version=0,
@@ -179,11 +185,11 @@ async def test_the_first_sync_must_reach_every_engine(scene: Callable[..., Scene
 
 
 @pytest.mark.parametrize("step", ["announce", "pause", "start_update", "update", "resume"])
-@pytest.mark.parametrize("broadcasts", [False, True])
+@pytest.mark.parametrize("transport", ["shm", "ipc", "nccl"])
 async def test_the_others_get_the_new_version_when_an_engine_fails_in_a_sync(
-    scene: Callable[..., Scene], step: str, broadcasts: bool
+    scene: Callable[..., Scene], step: str, transport: str
 ) -> None:
-    world = scene(broadcasts=broadcasts)
+    world = scene(transport=transport)
     await world.weights.sync()
     await world.train()
     good, bad = world.engines
@@ -213,7 +219,7 @@ async def test_an_engine_that_the_router_does_not_take_after_a_sync_is_lost_and_
     scene: Callable[..., Scene],
 ) -> None:
     router = Choosy()
-    world = scene(broadcasts=True, router=router)
+    world = scene(transport="nccl", router=router)
     await world.weights.sync()
     await world.train()
     bad = world.restart(1)
@@ -235,7 +241,7 @@ async def test_at_the_start_the_router_must_take_every_engine(scene: Callable[..
 async def test_a_checkpoint_never_has_a_version_whose_trainings_it_does_not_know(scene: Callable[..., Scene]) -> None:
     """Also while the router has not taken the engines yet."""
     router = Choosy()
-    world = scene(engines=1, broadcasts=True, router=router)
+    world = scene(engines=1, transport="nccl", router=router)
     await world.weights.sync()
     await world.train()
     router.is_open.clear()
@@ -270,10 +276,21 @@ async def test_shared_memory_has_the_current_version_even_while_the_trainer_trai
     assert engine.serves == (2, 2)
 
 
+async def test_copies_on_devices_are_dropped_in_each_sync(scene: Callable[..., Scene]) -> None:
+    world = scene(transport="ipc")
+    for version in (1, 2):
+        world.trainer.calls.clear()
+        assert await world.weights.sync() == version
+        await asyncio.sleep(0)
+        assert world.trainer.calls == [f"export {version}", "drop"]
+        await world.train()
+    assert [engine.serves for engine in world.engines] == [(2, 2)] * 2
+
+
 async def test_a_trainer_that_has_not_trained_since_broadcasts_the_same_version_again(
     scene: Callable[..., Scene],
 ) -> None:
-    world = scene(broadcasts=True)
+    world = scene(transport="nccl")
     await world.weights.sync()
     engine = world.restart(1)
     assert await world.restore(engine)
@@ -282,10 +299,11 @@ async def test_a_trainer_that_has_not_trained_since_broadcasts_the_same_version_
     assert world.unscheduled == []
 
 
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
 async def test_an_engine_waits_for_the_next_sync_when_the_trainer_has_trained_and_others_serve(
-    scene: Callable[..., Scene],
+    scene: Callable[..., Scene], transport: str
 ) -> None:
-    world = scene(broadcasts=True)
+    world = scene(transport=transport)
     await world.weights.sync()
     await world.train()
     engine = world.restart(1)
@@ -295,10 +313,11 @@ async def test_an_engine_waits_for_the_next_sync_when_the_trainer_has_trained_an
     assert engine.serves == (2, 2) and world.is_serving(engine)
 
 
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
 async def test_where_no_engine_is_left_all_get_what_the_trainer_has_as_a_new_version(
-    scene: Callable[..., Scene],
+    scene: Callable[..., Scene], transport: str
 ) -> None:
-    world = scene(broadcasts=True)
+    world = scene(transport=transport)
     await world.weights.sync()
     world.trainer.may_end.clear()
     training = asyncio.ensure_future(world.train())
@@ -316,7 +335,7 @@ async def test_where_no_engine_is_left_all_get_what_the_trainer_has_as_a_new_ver
 
 
 async def test_a_sync_that_is_asked_for_goes_before_one_that_nobody_asked_for(scene: Callable[..., Scene]) -> None:
-    world = scene(engines=1, broadcasts=True)
+    world = scene(engines=1, transport="nccl")
     await world.weights.sync()
     world.trainer.may_end.clear()
     training = asyncio.ensure_future(world.train())

@@ -184,7 +184,7 @@ class Driver:
             fleet,
             self.turns,
             probe_prompt=prompts.probe_prompt(),
-            broadcasts="broadcast" in self.scenario.features,
+            transport="nccl" if "broadcast" in self.scenario.features else "shm",
             ledger=FakeLedger(),  # type: ignore[arg-type]
             version=int(self._saved.get("weight_version", 1)) - 1,
             unscheduled=self._advanced,

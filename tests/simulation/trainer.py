@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class FakeExport:
 
     plan: WeightPlan = PLAN
     path: str = SHARED
+    handles: Mapping[str, str] = field(default_factory=dict)
 
 
 class FakeTrainer:
@@ -66,7 +67,7 @@ class FakeTrainer:
         world.tell("trained", rollout=batch.rollout_id, weights=self.weights)
         return TrainResult(steps=({"train/loss": 0.0},))
 
-    async def export_weights(self, version: WeightVersion) -> FakeExport:
+    async def export_weights(self, version: WeightVersion, *, on_device: bool) -> FakeExport:
         """Overwrites what engines could read so far."""
         self._name(version)
         self._world.shared[SHARED] = self.weights

@@ -84,8 +84,11 @@ class TrainActor(ModelActor):
     name = "trainer"
     _worker: TrainWorker
 
-    def export_weights(self, version: WeightVersion) -> Export | None:
-        return self._worker.export_weights(version)
+    def export_weights(self, version: WeightVersion, on_device: bool) -> Export | None:
+        return self._worker.export_weights(version, on_device=on_device)
+
+    def drop_copy(self) -> None:
+        self._worker.drop_copy()
 
     def weight_plan(self, version: WeightVersion) -> WeightPlan:
         return self._worker.weight_plan(version)

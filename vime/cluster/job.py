@@ -54,6 +54,7 @@ class Job(TrainingJob):
             engine_nodes=[placement.node_of_engine(index) for index in range(config.cluster.num_engines)],
             on_gpus=on_gpus,
             colocate=config.cluster.colocate,
+            lasting=config.sampling.use_fault_tolerance,
         )
         turns = Turns(
             trainer,
@@ -103,7 +104,7 @@ class Job(TrainingJob):
             self._fleet,
             self.turns,
             probe_prompt=self._prompts.probe_prompt(),
-            broadcasts=self._transport == "nccl",
+            transport=self._transport,
             folders=self._weight_folders(args),
             ledger=self._ledger,
             note=self._record.report.note,

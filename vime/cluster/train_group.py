@@ -89,13 +89,17 @@ class TrainGroup:
         """What the reporting rank answered."""
         return next(result for result, info in zip(results, self._infos, strict=True) if info.is_reporter)
 
-    async def export_weights(self, version: WeightVersion) -> Export:
-        """The current weights, which will be that version, packed in memory that engines on the same machine can
-        read."""
+    async def export_weights(self, version: WeightVersion, *, on_device: bool = False) -> Export:
+        """The current weights, which will be that version, packed in memory that engines on the same machine can read;
+        with ``on_device`` on each rank's device, where there is room, until ``drop_copies``."""
         exports: list[Export | None] = await self._call(
-            self._ranks, "export_weights", version, what="exporting the weights"
+            self._ranks, "export_weights", version, on_device, what="exporting the weights"
         )
         return next(export for export in exports if export is not None)
+
+    async def drop_copies(self) -> None:
+        """Of the weights, on the devices."""
+        await self._call(self._ranks, "drop_copy", what="freeing the copies of the weights")
 
     async def weight_plan(self, version: WeightVersion) -> WeightPlan:
         """What the sync that begins now will carry as that version."""

@@ -10,16 +10,18 @@ __all__ = ["chosen_transport"]
 
 
 def chosen_transport(
-    asked: str, *, trainer_node: str, engine_nodes: Sequence[str], on_gpus: bool, colocate: bool
+    asked: str, *, trainer_node: str, engine_nodes: Sequence[str], on_gpus: bool, colocate: bool, lasting: bool = False
 ) -> str:
-    """ "shm", "nccl" or "disk", for what --update-weight-transport says.
+    """ "shm", "ipc", "nccl" or "disk", for what --update-weight-transport says.
 
-    By itself: shared memory where trainer and engines run on the CPUs of one machine or take turns on its GPUs; a
-    process group where engines have GPUs of their own, or another node. A disk only if it was asked for.
+    By itself: shared memory where trainer and engines run on the CPUs of one machine; memory of the GPUs that they take
+    turns on; a process group where engines have GPUs of their own, or another node. A disk only if it was asked for.
 
     Args:
         trainer_node: of the first rank, from which the weights leave.
         engine_nodes: of each engine.
+        lasting: an engine that is restarted is to find the weights at once, also while the trainer is not on the GPUs:
+            then shared memory keeps them.
 
     Raises:
         UserError: the placement does not allow what was asked for.
@@ -42,6 +44,13 @@ def chosen_transport(
         raise UserError(
             "--update-weight-transport nccl: a process group cannot have two processes on one GPU, as under --colocate"
         )
+    if asked == "ipc" and not same_gpus:
+        raise UserError(
+            "--update-weight-transport ipc: the engines are not on the trainer's GPUs, which only --colocate gives; "
+            "leave it to auto"
+        )
     if asked != "auto":
         return asked
-    return "nccl" if elsewhere or (on_gpus and not colocate) else "shm"
+    if same_gpus:
+        return "shm" if lasting else "ipc"
+    return "nccl" if elsewhere or on_gpus else "shm"

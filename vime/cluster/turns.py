@@ -1,7 +1,8 @@
 """Who has the devices: under --colocate on GPUs, trainer and engines take turns.
 
-The order of a rollout: the engines generate; they sleep, and the trainer comes back and learns; its weights go to
-shared host memory, and it leaves; the engines take memory for weights and load them, then memory for keys and values.
+The order of a rollout: the engines generate; they sleep, and the trainer comes back and learns; its weights are copied
+to where engines can read them, and it leaves; the engines take memory for weights and load them, then memory for keys
+and values.
 Under --colocate-critic the critic is one more that comes and leaves. An engine that is started in the place of one that
 was lost takes memory while no model is on the devices, and no model comes until it has started.
 
@@ -57,7 +58,7 @@ class Turns:
         self._sleeping: set[EngineControl] = set()
         self._asleep = False  # the devices are not the engines'
         self._here: TrainGroup | None = trainer
-        self._trainer_stays = False
+        self._copied = False  # the weights lie on the devices once more, for engines that load them
         self._note = note
         self._taken: dict[Tag, list[int]] = {}  # bytes of each rank's device that engines took, at most
         self._leaving: asyncio.Task[None] | None = None  # of the trainer, beside engines that generate
@@ -123,31 +124,33 @@ class Turns:
             self._lent = True
             self._moved.notify_all()
 
-    async def to_weights(self, *, trainer_stays: bool = False) -> None:
-        """The engines make room for weights; the trainer's are in shared memory by now, so it leaves before.
+    async def to_weights(self, *, trainer_stays: bool = False, copied: bool = False) -> None:
+        """The engines make room for weights; the trainer's are where engines read them by now, so it leaves before.
 
         Args:
             trainer_stays: its weights go straight from its devices to the engines', so it leaves afterwards.
+            copied: they lie on its devices once more, until the engines have loaded them.
         """
-        self._trainer_stays = trainer_stays
-        if not trainer_stays and self._here is not None and self.trainer_leaves:
-            await self._here.begin_offload("rest")
-            await self._here.begin_offload("parameters")
-        await self._wake("weights", leave_first=not trainer_stays)
+        self._copied = copied
+        if trainer_stays:
+            await self._wake("weights")
+            return
+        if self._here is not None and self.trainer_leaves:
+            with self._timed("begin_to_leave"):
+                await self._here.begin_offload("rest")
+                await self._here.begin_offload("parameters")
+        await self._wake("weights", make_room=self._leave)
 
     async def to_generation(self) -> None:
         """The engines have their weights, and take memory for keys and values."""
-        await self._wake("kv_cache", leave_first=True)
-        self._trainer_stays = False
-        if self._here is not None and self.trainer_leaves:
-            self._leaving = asyncio.ensure_future(self._leave())
+        await self._wake("kv_cache", make_room=self._clear)
+        self._leaving = asyncio.ensure_future(self._clear())
         await self._awake()
 
-    async def _wake(self, tag: Tag, *, leave_first: bool) -> None:
-        """Engines that sleep take memory; the trainer leaves before, unless they have room beside it."""
-        leaves = leave_first and self.trainer_leaves and self._here is not None
-        if leaves and not await self._has_room(tag):
-            await self._leave()
+    async def _wake(self, tag: Tag, *, make_room: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Engines that sleep take memory, after room was made for it unless they have it already."""
+        if make_room is not None and not await self._has_room(tag):
+            await make_room()
         if not self._sleeping:
             return
         before = await self._trainer.free_bytes()
@@ -247,6 +250,13 @@ class Turns:
         """The trainer is not on its way out any more."""
         if self._leaving is not None:
             await asyncio.shield(self._leaving)
+
+    async def _clear(self) -> None:
+        """Nothing of the trainer is on the devices."""
+        await self._leave()
+        if self._copied:
+            self._copied = False
+            await self._trainer.drop_copies()
 
     async def _leave(self) -> None:
         if self._here is not None:

@@ -14,7 +14,7 @@ from vime.serving.http import EngineError
 from vime.types import WeightVersion
 from vime.weights.probe import ProbeFailed, probe
 from vime.weights.sync import SyncError, Transfer, sync_engines
-from vime.weights.transfers import Broadcast, Resting, SharedMemory
+from vime.weights.transfers import Broadcast, DeviceMemory, Resting, SharedMemory
 
 if TYPE_CHECKING:
     from vime.cluster.memory import MemoryLedger
@@ -34,8 +34,8 @@ class GroupWeightSync:
         probe_prompt: token ids of a plain question, for the proof that the weights arrived.
         ledger: notes who holds how much memory in which phase.
         note: takes metrics of the rollout that is being made: the seconds of each step.
-        broadcasts: whether the weights go over a process group instead of through shared memory.
-        folders: where they are written instead; None: nowhere.
+        transport: which way the weights take, as ``chosen_transport`` says.
+        folders: where they are written, if that is a disk.
         version: the version before the first sync of this process. A resumed run passes the saved one minus 1: its
             first sync brings the very weights that had the saved version.
         unscheduled: told of a new version that nobody asked for (see ``restore``), and by how many trainings its
@@ -50,7 +50,7 @@ class GroupWeightSync:
         turns: Turns,
         *,
         probe_prompt: Sequence[int],
-        broadcasts: bool,
+        transport: str,
         ledger: MemoryLedger,
         version: WeightVersion,
         folders: WeightFolders | None = None,
@@ -70,9 +70,10 @@ class GroupWeightSync:
         self._one_at_a_time = asyncio.Lock()
         self._timeout_s = config.engine.weight_sync_timeout_s
         self._bucket_bytes = config.engine.update_weight_buffer_size
-        self._broadcast = Broadcast(trainer, bucket_bytes=self._bucket_bytes) if broadcasts else None
+        self._broadcast = Broadcast(trainer, bucket_bytes=self._bucket_bytes) if transport == "nccl" else None
+        self._on_device = transport == "ipc"
         self._folders = folders
-        self._exported: Resting | None = None  # of this version; it stays as it is until the next sync
+        self._exported: Resting | None = None  # of this version, where it stays as it is until the next sync
         self._probe_interval = config.engine.weight_probe_interval
         self._temperature = config.rollout.rollout_temperature
         self._tolerance = TOLERANCE[config.parallel.dtype_name]
@@ -112,8 +113,8 @@ class GroupWeightSync:
                     return await self._restored(engine, self._exported)
                 if self._broadcast is not None and self._turns.trained == 0 and not self._turns.trainer_leaves:
                     return await self._restored(engine, self._broadcast)
-                if self._fleet.serving:
-                    return False
+                if self._fleet.serving:  # among them this one, if a sync came before
+                    return self._fleet.state_of(engine) is not State.SUSPENDED
                 trainings = self._turns.trained
                 await self._carry(self.version + (trainings > 0), unscheduled=trainings)
                 return True
@@ -164,14 +165,17 @@ class GroupWeightSync:
         begin = clock()
         exported = await self._export(version)
         self._note({"perf/sync_time/export": clock() - begin})
-        self._exported = exported
-        await self._turns.to_weights()
+        copied = isinstance(exported, DeviceMemory)
+        self._exported = None if copied else exported
+        await self._turns.to_weights(copied=copied)
         return exported
 
     async def _export(self, version: WeightVersion) -> Resting:
         if self._folders is not None:
             return await self._folders.write(self._trainer, version, self._fleet.engines)
-        return SharedMemory(await self._trainer.export_weights(version), bucket_bytes=self._bucket_bytes)
+        export = await self._trainer.export_weights(version, on_device=self._on_device)
+        place = DeviceMemory if export.handles else SharedMemory
+        return place(export, bucket_bytes=self._bucket_bytes)
 
     async def _send(self, transfer: Transfer, version: WeightVersion) -> list[EngineControl]:
         """The engines that have the version in the end; those that failed are lost."""

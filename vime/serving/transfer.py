@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from vime.platform import current as platform
 from vime.serving.guard import die_with_parent
 from vime.serving.proof import Proof
 from vime.weights.broadcast import Receiver, moved
+from vime.weights.device_memory import device_id, open_device
 from vime.weights.expected import ExpectedWeights
 from vime.weights.invitation import Invitation
 from vime.weights.plan import PlanMismatch, WeightPlan
@@ -79,14 +80,16 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Where all tensors of the announced plan are: in the Hugging Face folder ``folder``, or at their places in the
-    buffer ``path``; neither may change before the update is finished. With none of them they are being broadcast. A
-    buffer and a broadcast are loaded in buckets of at most ``bucket_bytes``.
+    buffer ``path`` or in device memory, whose ``handles`` are given by the name of the device. Nothing there may change
+    before the update is finished. With none of them they are being broadcast. Buffers and a broadcast are loaded in
+    buckets of at most ``bucket_bytes``.
     """
 
     digest: str
     bucket_bytes: int = 0
     path: str = ""
     folder: str = ""
+    handles: dict[str, str] = field(default_factory=dict)
 
 
 class Update:
@@ -120,6 +123,7 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         self._parameters = {name for name, _ in model.named_parameters()}
         self._updates = 0
         self._opened: tuple[str, int, Tensor] | None = None
+        self._mapped: Tensor | None = None  # of the trainer's device memory, while it is loaded
         self._receiver: Receiver | None = None
         unlink_shared_memory()
 
@@ -174,11 +178,14 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
                 raise PlanMismatch("the update follows another plan than the announced one")
             if update_info.folder:
                 self._load_folder(plan, Path(update_info.folder))
+            elif update_info.handles:
+                self._load_shared(plan, self._map(update_info.handles, plan.total_bytes), update_info.bucket_bytes)
             elif update_info.path:
-                self._load_shared(plan, update_info.path, update_info.bucket_bytes)
+                self._load_shared(plan, self._open(update_info.path, plan.total_bytes), update_info.bucket_bytes)
             else:
                 self._load_broadcast(plan, update_info.bucket_bytes)
         except BaseException as error:
+            self._mapped = None
             self._leave(error)  # a sender that waits for this process hears of it at once
             raise
 
@@ -199,9 +206,9 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
             self._half_loaded = True
         update.loaded |= self.model.load_weights(update.passing(tensors)) or set()
 
-    def _load_shared(self, plan: WeightPlan, path: str, bucket_bytes: int) -> None:
-        """Each bucket goes to the device as one copy, which each process then cuts; nobody waits for the copy here."""
-        data = self._open(path, plan.total_bytes)
+    def _load_shared(self, plan: WeightPlan, data: Tensor, bucket_bytes: int) -> None:
+        """From the host each bucket goes to the device as one copy, which each process then cuts; nobody waits for the
+        copy here."""
         for first, last in plan.buckets(bucket_bytes):
             bucket = plan.tensors[first:last]
             here = data[bucket[0].offset : bucket[-1].end].to(self.device, non_blocking=True)
@@ -211,6 +218,13 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         with HfWeights(folder) as weights:
             check_folder(plan, weights)
             self._load((spec.name, weights.read(spec.name).to(self.device)) for spec in plan.tensors)
+
+    def _map(self, handles: dict[str, str], size: int) -> Tensor:
+        device = device_id()
+        if device not in handles:
+            raise RuntimeError(f"the trainer has its weights on the devices {', '.join(handles)}, not on {device}")
+        self._mapped = open_device(handles[device], size)
+        return self._mapped
 
     def _open(self, path: str, size: int) -> Tensor:
         """The sender's memory; mapped, and locked for copies to the device, when it is another than the last."""
@@ -233,6 +247,7 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         self._end_loading()
         refresh_tied_head(self.model)
         proven = update.proof.check()
+        self._mapped = None
         how = "in place" if self._in_place else "layer by layer"
         logger.info("weight update %s: the model computes with what was sent, %d of %d", how, proven, len(update.sent))
         self._update = None
@@ -252,7 +267,7 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
             raise PlanMismatch(f"nothing of the plan went into {len(unloaded)} parameters, the first is {unloaded[0]}")
 
     def shutdown(self) -> None:
-        self._plan = self._update = None
+        self._plan = self._update = self._mapped = None
         self._leave()
 
 

@@ -1,4 +1,4 @@
-"""Where the trainer's weights leave for the engines: into memory of this machine, or to a process group."""
+"""Where the trainer's weights leave for the engines: into memory of this machine or its GPUs, or to a process group."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ import torch
 import torch.distributed as dist
 
 from vime.models import ModelShape
+from vime.platform import current
 from vime.training.records import Export
 from vime.training.weights_io import drain, hf_plan, hf_weights
 from vime.weights.broadcast import Sender
+from vime.weights.device_memory import DeviceBuffer, device_id
 from vime.weights.invitation import Invitation, SendReport
 from vime.weights.plan import WeightPlan
-from vime.weights.shm import SharedBuffer
+from vime.weights.shm import SharedBuffer, write
 
 __all__ = ["WeightOutlet"]
+
+SPARE_BYTES = 2 << 30
+"""What must be left on each device beside a copy of the weights, for gathering them."""
 
 
 class WeightOutlet:
@@ -26,6 +31,7 @@ class WeightOutlet:
     def __init__(self, chunks: Sequence[Any], shape: ModelShape, dtype: torch.dtype) -> None:
         self._chunks, self._shape, self._dtype = chunks, shape, dtype
         self._buffer: SharedBuffer | None = None
+        self._copy: DeviceBuffer | None = None
         self._sender: Sender | None = None
 
     @functools.cached_property
@@ -33,8 +39,16 @@ class WeightOutlet:
         """The tensors under their HF names, in the order in which they are gathered."""
         return WeightPlan.of((name, shape, str(dtype)) for name, shape, dtype in hf_plan(self._shape, self._dtype))
 
-    def export(self) -> Export | None:
-        """Writes the weights where engines on this machine can map them; None beside rank 0."""
+    def export(self, *, on_device: bool = False) -> Export | None:
+        """Writes the weights where engines on this machine can map them; None beside rank 0.
+
+        Args:
+            on_device: a copy on each rank's device, for engines on the same devices, until ``drop_copy``; if one lacks
+                the room, in shared host memory nevertheless.
+        """
+        self.drop_copy()
+        if on_device and self._all_have_room():
+            return self._copy_on_each_device()
         weights = hf_weights(self._chunks, self._shape)
         if dist.get_rank() != 0:
             drain(weights)
@@ -43,6 +57,35 @@ class WeightOutlet:
             self._buffer = SharedBuffer(self.plan.total_bytes)
         self._buffer.write(self.plan, weights)
         return Export(plan=self.plan, path=self._buffer.path)
+
+    def _all_have_room(self) -> bool:
+        needed = self.plan.total_bytes + SPARE_BYTES
+        if current().free_bytes() < needed:
+            current().release_cached_memory()
+        has_room = torch.tensor(int(current().free_bytes() >= needed), device=current().device())
+        dist.all_reduce(has_room, op=dist.ReduceOp.MIN)
+        return bool(has_room)
+
+    def _copy_on_each_device(self) -> Export | None:
+        """An engine's process reads the copy of its own device, so no device needs a way to another one."""
+        self._copy = copy = DeviceBuffer(self.plan.total_bytes)
+        weights = hf_weights(self._chunks, self._shape)
+        if dist.get_rank() == 0:
+            write(copy.data, self.plan, weights)
+        else:
+            drain(weights)
+        handles: list[tuple[str, str]] = [(device_id(), copy.handle)] * dist.get_world_size()
+        if len(handles) > 1:
+            dist.broadcast(copy.data, src=0)
+            current().synchronize()
+            dist.all_gather_object(handles, (device_id(), copy.handle))
+        return Export(plan=self.plan, handles=dict(handles)) if dist.get_rank() == 0 else None
+
+    def drop_copy(self) -> None:
+        """Frees the copy of the weights on this rank's device; engines have read it."""
+        if self._copy is not None:
+            self._copy.close()
+            self._copy = None
 
     def invite(self, address: str, members: int, *, timeout_s: float) -> Invitation:
         """Makes a group for so many processes of engines, which reach this rank at ``address``. Not collective."""
@@ -69,6 +112,7 @@ class WeightOutlet:
             drain(weights)  # whatever happened, the other ranks are still sending theirs
 
     def close(self) -> None:
+        self.drop_copy()
         if self._sender is not None:
             self._sender.close()
             self._sender = None

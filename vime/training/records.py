@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from vime.weights.plan import WeightPlan
@@ -25,7 +26,8 @@ class StartInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """The weights as the engines read them. The buffer is overwritten by the next export."""
+    """The weights as the engines read them: in one of these two places, until the next export overwrites them."""
 
     plan: WeightPlan
-    path: str  # of the shared buffer, for other processes on this machine
+    path: str = ""  # of the shared buffer, for other processes on this machine
+    handles: Mapping[str, str] = field(default_factory=dict)  # of a copy on each device, by the device's name

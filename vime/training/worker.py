@@ -78,14 +78,19 @@ class TrainWorker(ModelWorker[Given]):
             with self._weight_sets.use(REFERENCE):
                 save_megatron(place, self.chunks, ckpt_format=self.config.checkpoint.ckpt_format)
 
-    def export_weights(self, version: WeightVersion | None = None) -> Export | None:
+    def export_weights(self, version: WeightVersion | None = None, *, on_device: bool = False) -> Export | None:
         """Writes the weights, under their HF names, where engines on this machine can map them; None beside rank 0.
 
         Args:
             version: which the engines will have; the next one by default.
+            on_device: where there is room, on the devices, for engines that share them; until ``drop_copy``.
         """
         self._weights_leave(version)
-        return self._outlet.export()
+        return self._outlet.export(on_device=on_device)
+
+    def drop_copy(self) -> None:
+        """Frees what ``export_weights`` put on this rank's device; engines have read it. Not collective."""
+        self._outlet.drop_copy()
 
     def weight_plan(self, version: WeightVersion | None = None) -> WeightPlan:
         """What the sync that begins now will carry. For each sync, on all ranks, before anything is paused."""

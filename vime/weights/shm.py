@@ -39,34 +39,40 @@ class SharedBuffer:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def write(self, plan: WeightPlan, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies every tensor of the plan to its place, converting to the plan's dtype. Any order, any device.
-
-        A copy runs on all of torch's intra-op threads; each tensor may be freed once the next one is asked for.
-
-        Raises:
-            PlanMismatch: a tensor is unknown, comes twice, has another shape, or is missing in the end.
-        """
+        """See ``write``."""
         if plan.total_bytes > self.size:
             raise PlanMismatch(f"the plan needs {plan.total_bytes} bytes, the buffer has {self.size}")
-        missing = dict(plan.by_name)
-        with torch.no_grad():
-            for name, tensor in tensors:
-                spec = missing.pop(name, None)
-                if spec is None:
-                    known = "comes twice" if name in plan.by_name else "is not in the plan"
-                    raise PlanMismatch(f"{name} {known}")
-                if tuple(tensor.shape) != spec.shape:
-                    raise PlanMismatch(f"{name} has shape {list(tensor.shape)}, the plan says {list(spec.shape)}")
-                view(self.data, spec).copy_(tensor, non_blocking=True)
-        current().synchronize()
-        if missing:
-            raise PlanMismatch(f"{len(missing)} tensors of the plan were not written: {next(iter(missing))} and on")
+        write(self.data, plan, tensors)
 
     def close(self) -> None:
         """Gives the memory back once no reader maps it any more. Tensors made from ``data`` must be gone."""
         del self.data
         self._map.close()
         os.close(self._fd)
+
+
+def write(data: Tensor, plan: WeightPlan, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copies every tensor of the plan to its place in the bytes ``data``, converting to the plan's dtype, and waits.
+
+    Tensors may come in any order, from any device. A copy runs on all of torch's intra-op threads; each tensor may be
+    freed once the next one is asked for.
+
+    Raises:
+        PlanMismatch: a tensor is unknown, comes twice, has another shape, or is missing in the end.
+    """
+    missing = dict(plan.by_name)
+    with torch.no_grad():
+        for name, tensor in tensors:
+            spec = missing.pop(name, None)
+            if spec is None:
+                known = "comes twice" if name in plan.by_name else "is not in the plan"
+                raise PlanMismatch(f"{name} {known}")
+            if tuple(tensor.shape) != spec.shape:
+                raise PlanMismatch(f"{name} has shape {list(tensor.shape)}, the plan says {list(spec.shape)}")
+            view(data, spec).copy_(tensor, non_blocking=True)
+    current().synchronize()
+    if missing:
+        raise PlanMismatch(f"{len(missing)} tensors of the plan were not written: {next(iter(missing))} and on")
 
 
 def view(data: Tensor, spec: TensorSpec) -> Tensor:

@@ -1,4 +1,5 @@
-"""The ways from the trainer into engines: memory of one machine, a process group, or a folder on a disk that all see.
+"""The ways from the trainer into engines: memory of one machine or of its GPUs, a process group, or a folder on a disk
+that all see.
 
 Importable without torch.
 """
@@ -17,7 +18,7 @@ from vime.weights.invitation import Invitation, SendReport
 from vime.weights.plan import WeightPlan
 from vime.weights.sync import SyncError, every_engine, failures_of, step
 
-__all__ = ["BUCKET_BYTES", "Broadcast", "Broadcaster", "Disk", "Export", "Resting", "SharedMemory"]
+__all__ = ["BUCKET_BYTES", "Broadcast", "Broadcaster", "DeviceMemory", "Disk", "Export", "Resting", "SharedMemory"]
 
 BUCKET_BYTES = 512 << 20
 OPERATION_TIMEOUT_S = 120.0
@@ -32,6 +33,9 @@ class Export(Protocol):
 
     @property
     def path(self) -> str: ...
+
+    @property
+    def handles(self) -> Mapping[str, str]: ...
 
 
 class Resting:
@@ -66,6 +70,17 @@ class SharedMemory(Resting):
 
     def __init__(self, export: Export, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(export.plan, {"path": export.path, "bucket_bytes": bucket_bytes})
+
+
+class DeviceMemory(Resting):
+    """On the devices that trainer and engines take turns on; each process of an engine reads the copy on its own.
+
+    Args:
+        bucket_bytes: how much an engine loads at a time.
+    """
+
+    def __init__(self, export: Export, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__(export.plan, {"handles": dict(export.handles), "bucket_bytes": bucket_bytes})
 
 
 class Disk(Resting):

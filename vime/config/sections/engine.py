@@ -40,11 +40,11 @@ class Engine:
     )
     update_weight_buffer_size: int = flag(512 << 20, help="Bytes that a weight sync moves at a time.")
     update_weight_mode: Literal["full", "delta"] = flag("full", help="What a weight sync carries.")
-    update_weight_transport: Literal["auto", "shm", "nccl", "disk"] = flag(
+    update_weight_transport: Literal["auto", "shm", "ipc", "nccl", "disk"] = flag(
         "auto",
-        help="How weights reach the engines: shared memory of one machine, a process group (NCCL between GPUs, gloo "
-        "between CPUs), or a folder on a disk. auto: shm where trainer and engines have the same CPUs or GPUs, else "
-        "nccl.",
+        help="How weights reach the engines: shared memory of one machine, memory of the GPUs that engines share with "
+        "the trainer (ipc), a process group (NCCL between GPUs, gloo between CPUs), or a folder on a disk. auto: shm "
+        "on the CPUs of one machine, ipc under --colocate on GPUs (with --use-fault-tolerance shm), else nccl.",
     )
     update_weight_disk_dir: str | None = flag(
         None, help="Folder for versions of the weights that trainer, driver and engines see under the same path."
