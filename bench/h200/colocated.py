@@ -1,12 +1,14 @@
 """Whole GRPO steps of the Qwen3-4B shape where trainer and engine take turns on one GPU: what is neither generation,
 log-probs nor training.
 
-    python -m bench.h200.colocated --rollouts 3          # one H200
-    python -m bench.h200.colocated --tiny --rollouts 2   # any machine: a model of two layers, to see that it runs
+    python -m bench.h200.colocated --rollouts 3             # one H200
+    python -m bench.h200.colocated --separate --rollouts 4  # two: the engine has a GPU of its own
+    python -m bench.h200.colocated --tiny --rollouts 2      # any machine: a model of two layers, to see that it runs
 
 ``python train.py --colocate`` runs in a process of its own, each rollout 32 prompts of 256 tokens with 8 answers of
 1,024 tokens; further flags of vime may follow. Printed is one JSON object: of each rollout the seconds of its phases,
-the share of the step outside generation, log-probs and training, and of all how long the start took.
+the share of the step outside generation, log-probs and training, the seconds from pause to resume of its weight sync,
+and of all how long the start took.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from bench.h200.sync import TINY
 from vime.types import Sample
 
 PROMPTS, ANSWERS, PROMPT, RESPONSE = 32, 8, 256, 1024
+STEPS = ("pause", "start", "load", "finish", "reset", "resume")
 WORK = ("phase_time/generate", "actor_train_time", "actor_log_probs_time", "actor_ref_log_probs_time")
 
 
@@ -34,15 +37,16 @@ async def parity(args: Any, sample: Sample) -> float:
     return float(sample.tokens[-sample.response_length] % 2 == 0)
 
 
-def command(folder: Path, run: Path, *, tiny: bool, rollouts: int) -> list[str]:
+def command(folder: Path, run: Path, *, tiny: bool, separate: bool, rollouts: int) -> list[str]:
     prompts, prompt, response = (4, 16, 32) if tiny else (PROMPTS, PROMPT, RESPONSE)
     rows = [{"text": " ".join(f"w{i}" for _ in range(prompt))} for i in range(prompts)]
     data = folder / "prompts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     eager = ["--vllm-enforce-eager"] if tiny else ["--vllm-compilation-config", json.dumps(GRAPHS)]
     memory = [] if tiny else ["--vllm-gpu-memory-utilization", "0.5", *RECOMPUTE]
+    place = ["--rollout-num-gpus", "1"] if separate else ["--colocate"]
     return [
-        *(sys.executable, "train.py", "--colocate", "--actor-num-gpus-per-node", "1"),
+        *(sys.executable, "train.py", "--actor-num-gpus-per-node", "1", *place),
         *("--hf-checkpoint", str(folder), "--save", str(run), "--no-save-optim"),
         *("--prompt-data", str(data), "--input-key", "text", "--custom-rm-path", "bench.h200.colocated:parity"),
         *("--rollout-batch-size", str(prompts), "--n-samples-per-prompt", str(ANSWERS), "--num-rollout", str(rollouts)),
@@ -64,12 +68,14 @@ def describe(line: dict[str, float]) -> dict[str, float]:
     perf = {name.removeprefix("perf/"): value for name, value in line.items() if name.startswith("perf/")}
     times = {name: round(value, 4) for name, value in perf.items() if "_time" in name}
     work = sum(perf.get(name, 0.0) for name in WORK)
-    return times | {"share_outside": round(1 - work / perf["step_time"], 4)}
+    paused = sum(perf.get(f"sync_time/{step}", 0.0) for step in STEPS)
+    return times | {"share_outside": round(1 - work / perf["step_time"], 4), "pause_to_resume": round(paused, 4)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--separate", action="store_true", help="trainer and engine on a GPU each")
     parser.add_argument("--rollouts", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=540.0, help="seconds for all")
     ours, flags = parser.parse_known_args()
@@ -78,7 +84,7 @@ def main() -> None:
         if not (folder / "model.safetensors").is_file():
             make_folder(folder, dict(TINY if ours.tiny else QWEN3_4B))
         run = Path(scratch, "run")
-        words = [*command(folder, run, tiny=ours.tiny, rollouts=ours.rollouts), *flags]
+        words = [*command(folder, run, tiny=ours.tiny, separate=ours.separate, rollouts=ours.rollouts), *flags]
         log, begin = Path(scratch, "out"), time.monotonic()
         with log.open("wb") as output:
             child = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=dict(os.environ))

@@ -15,15 +15,25 @@ import torch
 
 from bench.h200.train_step import RECOMPUTE, make_batch, make_config
 from bench.training.vime_side import make_worker
+from vime.training.offload import optimizer_tensors
+from vime.training.worker import TrainWorker
 
 FOLDER = Path("/tmp/qwen3-4b-random")
 TURNS = 3
 
 
 def seconds(call: Callable[[], Any]) -> float:
+    """Until all copies are complete, also those that others would run beside."""
     begin = time.perf_counter()
     call()
+    torch.cuda.synchronize()
     return round(time.perf_counter() - begin, 3)
+
+
+def moved_bytes(worker: TrainWorker) -> int:
+    """Parameters, main weights and moments; gradients are dropped."""
+    parameters = sum(p.nbytes for chunk in worker.chunks for p in chunk.parameters())
+    return parameters + sum(tensor.nbytes for tensor in optimizer_tensors(worker.optimizer))
 
 
 def used_gib() -> float:
@@ -35,12 +45,14 @@ def used_gib() -> float:
 def main() -> None:
     worker = make_worker(make_config(FOLDER, *RECOMPUTE["full"]))
     worker.train(make_batch())  # moments exist from the first step on
-    found: dict[str, Any] = {"used_gib": used_gib(), "turns": []}
+    size = moved_bytes(worker)
+    found: dict[str, Any] = {"used_gib": used_gib(), "moved_gb": round(size / 1e9, 1), "turns": []}
     for _ in range(TURNS):
         out = {part: seconds(lambda part=part: worker.offload(part)) for part in ("rest", "parameters")}
         away = used_gib()
         back = {part: seconds(lambda part=part: worker.onload(part)) for part in ("parameters", "rest")}
-        found["turns"].append({"out_s": out, "back_s": back, "used_away_gib": away})
+        speed = {f"{way}_gb_per_s": round(size / sum(s.values()) / 1e9, 1) for way, s in (("out", out), ("back", back))}
+        found["turns"].append({"out_s": out, "back_s": back, "used_away_gib": away, **speed})
     found["export_s"] = [seconds(worker.export_weights) for _ in range(TURNS + 1)]
     print(json.dumps(found))
     worker.stop()

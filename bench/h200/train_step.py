@@ -14,6 +14,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from bench.h200.model import QWEN3_4B, make_folder
@@ -34,27 +35,27 @@ def block(layers: int) -> list[str]:
     return ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", str(layers)]
 
 
-def lengths(seed: int) -> list[int]:
+def lengths(seed: int, tokens: int) -> list[int]:
     """Samples of 512 to 4,096 tokens that fill a micro-batch."""
     numbers, found = random.Random(seed), [0]
-    while sum(found) < TOKENS:
-        found.append(min(numbers.randint(512, 4096), TOKENS - sum(found)))
-    return [length for length in found if length > PROMPT] or [TOKENS]
+    while sum(found) < tokens:
+        found.append(min(numbers.randint(512, 4096), tokens - sum(found)))
+    return [length for length in found if length > PROMPT] or [tokens]
 
 
-def make_batch() -> TrainBatch:
+def make_batch(*, tokens: int = TOKENS, vocabulary: int = 151643) -> TrainBatch:
     numbers = random.Random(0)
     samples: list[TrainSample] = []
     micro_batches = []
     for seed in range(MICRO_BATCHES):
         first = len(samples)
-        for length in lengths(seed):
+        for length in lengths(seed, tokens):
             response = length - PROMPT
             samples.append(
                 TrainSample(
                     index=len(samples),
                     group_index=len(samples),
-                    tokens=tuple(numbers.randrange(151643) for _ in range(length)),
+                    tokens=tuple(numbers.randrange(vocabulary) for _ in range(length)),
                     response_length=response,
                     loss_mask=(1,) * response,
                     rollout_log_probs=(-12.0,) * response,
@@ -78,10 +79,10 @@ def operations(batch: TrainBatch, parameters: int) -> float:
     return 6.0 * parameters * tokens + 6.0 * 36 * squares * 32 * 128
 
 
-def make_config(folder: Path, *flags: str) -> Config:
+def make_config(folder: Path, *flags: str, model: Mapping[str, object] = QWEN3_4B) -> Config:
     """A configuration for the model in the folder, which is made where it is not there yet."""
     if not (folder / "model.safetensors").is_file():
-        make_folder(folder, dict(QWEN3_4B))
+        make_folder(folder, dict(model))
     prompts = folder / "prompts.jsonl"
     prompts.write_text('{"input": "1 + 1", "label": "2"}\n')
     argv = ["--hf-checkpoint", str(folder), "--prompt-data", str(prompts), "--label-key", "label"]

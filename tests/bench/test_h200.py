@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from bench.h200.__main__ import PARTS, table
+from bench.h200.__main__ import PARTS, lines, measured, table
 from bench.h200.rollout import ratios
 from bench.runner import run_command
 
@@ -21,21 +22,41 @@ def kept(name: str) -> Any:
 def test_the_table_tells_what_was_measured() -> None:
     train, full = kept("h200_train_step.json")["results"]
     results = {"train": train, "train_full": full, "sync": kept("h200_sync.json"), "layouts": kept("h200_layouts.json")}
-    lines = table(results)
-    assert [line.split()[-2:] for line in lines[:4]] == [
-        ["51.3", "%"],
-        ["115.1", "GiB"],
-        ["42.3", "%"],
-        ["77.9", "GiB"],
+    rows = [(row["target"], row["measured"], row["reached"]) for row in lines(results)]
+    assert rows == [
+        (">= 50 %", "51.3 %", True),
+        ("", "115.1 GiB", None),
+        (">= 42 %", "42.32 %", True),
+        ("<= 78 GiB", "77.9 GiB", True),
+        ("<= 0.3 s", "0.429 s", False),
+        ("", "0.0208 s", None),
+        ("<= 0", "0", True),
     ]
-    assert lines[4].endswith("0.429 s (floor 0.021 s)")
-    assert lines[5].endswith("0 of 49")
+    assert table(lines(results))[4].endswith("0.429 s          NOT reached")
+
+
+def test_a_target_may_be_told_by_the_result_itself() -> None:
+    precisions = {"bf16": {"trainer_engine": 0.038, "floor": 0.03}, "fp16": {"trainer_engine": 0.009}}
+    bf16, fp16 = lines({"difference": {"precisions": precisions}})
+    assert (bf16["target"], bf16["measured"], bf16["reached"]) == ("<= 0.039 nats", "0.038 nats", True)
+    assert (fp16["target"], fp16["measured"], fp16["reached"]) == ("<= 0.008 nats", "0.009 nats", False)
 
 
 def test_a_part_that_failed_or_changed_is_told_in_its_place() -> None:
-    lines = table({"sync": {"error": "not finished within 300 s\nlog"}, "colocated": {"rollouts": []}})
-    assert lines[0].endswith("failed: not finished within 300 s")
-    assert all("not told by its result" in line for line in lines[1:])
+    rows = lines({"sync": {"error": "not finished within 300 s\nlog"}, "colocated": {"rollouts": []}})
+    assert [row["reached"] for row in rows] == [None] * 4
+    assert rows[0]["measured"] == "failed: not finished within 300 s"
+    assert all("not told by its result" in row["measured"] for row in rows[2:])
+
+
+def test_what_cannot_be_measured_here_says_why(tmp_path: Path) -> None:
+    assert measured("separate", 1, tmp_path) == {"not_measured": "it needs 2 GPUs, there are 1"}
+    assert measured("train", 0, tmp_path) == {"not_measured": "it needs 1 GPU, there are 0"}
+    part = dataclasses.replace(PARTS["difference"], files=(tmp_path / "model.safetensors",))
+    assert part.obstacle(1) == f"there is no {tmp_path}/model.safetensors"
+    assert [row["measured"] for row in lines({"train": {"not_measured": "there is no GPU"}})] == [
+        "not measured: there is no GPU"
+    ] * 2
 
 
 def test_every_part_is_a_module() -> None:

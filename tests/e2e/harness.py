@@ -20,10 +20,15 @@ MAPS_PERIOD_S = 1.0
 
 
 class Run:
-    """One run of a script; a context manager that leaves nothing running, whatever a test does."""
+    """One run of a script; a context manager that leaves nothing running, whatever a test does.
 
-    def __init__(self, save: Path, *flags: str, script: str = "train.py") -> None:
+    Args:
+        deadline_s: of each wait.
+    """
+
+    def __init__(self, save: Path, *flags: str, script: str = "train.py", deadline_s: float = DEADLINE_S) -> None:
         self.save = save
+        self._deadline_s = deadline_s
         self.log = save.with_suffix(f".{time.monotonic_ns()}.log")
         self._shm = shared_memory()
         command = [sys.executable, script, *flags, "--save", str(save)]
@@ -62,7 +67,7 @@ class Run:
 
     def wait_for(self, happened: Any, what: str) -> None:
         """Polls until ``happened()``; fails with the end of the log when the run ends before or time is up."""
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + self._deadline_s
         while not happened():
             self.remember()
             assert self.process.poll() is None, f"the run ended before {what}:\n{self.output()[-3000:]}"
@@ -72,7 +77,7 @@ class Run:
 
     def wait(self) -> int:
         """The exit status."""
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + self._deadline_s
         while self.process.poll() is None:
             self.remember()
             assert time.monotonic() < end, f"the run hangs:\n{self.output()[-3000:]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,13 @@ import torch
 
 from tests.training.harness import batch_of, config_of, make_samples, started
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no device to leave")
+pytestmark = [
+    pytest.mark.one_gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no device to leave"),
+]
+GIB = 2**30
+LARGER = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 8}
+"""85 million parameters with 18 bytes each: 1.43 GiB."""
 
 
 @pytest.mark.parametrize("flags", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed optimizer"])
@@ -30,3 +37,30 @@ def test_training_goes_on_as_if_nothing_had_moved(model_of: Callable[..., Path],
                     worker.onload("rest")
             found.append(norms)
     assert found[1] == pytest.approx(found[0], rel=1e-2)  # the attention kernel's backward pass adds in any order
+
+
+def test_next_to_nothing_of_it_stays(model_of: Callable[..., Path]) -> None:
+    model = model_of("qwen3", **LARGER)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    with started(config_of(model)) as worker:
+        worker.train(batch_of(make_samples()))
+        here = torch.cuda.memory_allocated() - before
+        used = used_bytes()
+        worker.offload("rest")
+        worker.offload("parameters")
+        away = torch.cuda.memory_allocated() - before
+        given_back = used - used_bytes()
+        worker.onload("parameters")
+        worker.onload("rest")
+        back = torch.cuda.memory_allocated() - before
+    assert here > 1.4 * GIB
+    assert away < 0.1 * GIB  # a workspace of cuBLAS takes 32 MiB
+    assert given_back > 1.3 * GIB, "others can have it"
+    assert back == pytest.approx(here, abs=0.1 * GIB)
+
+
+def used_bytes() -> int:
+    """Of the device, by all processes."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free

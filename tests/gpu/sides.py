@@ -1,0 +1,151 @@
+"""A trainer in this process and engines in others, on the same GPU or on two, and the ways of weights between them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.h200.sync import LocalTrainer
+from tests.serving.conftest import generate_on, reference
+from tests.tiny import make_model
+from tests.training.harness import config_of
+from vime.config import Config
+from vime.serving.control import EngineControl
+from vime.serving.engine import EngineServer
+from vime.training.worker import TrainWorker
+from vime.types import Generation, SamplingParams
+from vime.weights.sync import sync_engines
+from vime.weights.transfers import Broadcast, SharedMemory
+
+ON_GPU = torch.cuda.is_available()
+KINDS: dict[str, dict[str, Any]] = {
+    "tied": {"family": "qwen3", "tied": True},
+    "untied": {"family": "qwen3", "tied": False},
+    "experts": {"family": "qwen3_moe", "tied": False, "moe_intermediate_size": 128},
+}
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.05}
+KV_BYTES = (4 << 30) if ON_GPU else (64 << 20)
+BUCKET_BYTES = 1 << 20
+"""Each model has several of them."""
+TIMEOUT_S = 60.0
+PROMPT = range(10, 42)
+SAMPLED = SamplingParams(max_tokens=128, temperature=1.0, ignore_eos=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """An engine and what it was started for."""
+
+    config: Config
+    server: EngineServer
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.checkpoint.hf_checkpoint)
+
+    @asynccontextmanager
+    async def control(self) -> AsyncIterator[EngineControl]:
+        control = EngineControl(self.server.url, "the engine")
+        try:
+            yield control
+        finally:
+            await control.close()
+
+
+@contextmanager
+def engines(scratch: Path, *, colocated: bool) -> Iterator[dict[str, Served]]:
+    """One for each kind of model, all started at once: on the trainer's GPU, where they can sleep, or on the second."""
+    found = {kind: _served(kind, scratch / kind, colocated=colocated) for kind in KINDS}
+    try:
+        with ThreadPoolExecutor(len(found)) as starting:
+            list(starting.map(lambda each: each.server.start(), found.values()))
+        yield found
+    finally:
+        for each in found.values():
+            each.server.stop()
+
+
+def _served(kind: str, scratch: Path, *, colocated: bool) -> Served:
+    folder = make_model(scratch / "model", dtype="bfloat16", **SIZES, **KINDS[kind])
+    flags = ["--vllm-kv-cache-memory-bytes", str(KV_BYTES), "--vllm-max-model-len", "256"]
+    flags += ["--vllm-gpu-memory-utilization", "0.1", "--vllm-enforce-eager"] if ON_GPU else []
+    config = config_of(folder, *flags, *(["--colocate"] if colocated else []))
+    devices = ("0" if colocated else "1",) if ON_GPU else ()
+    server = EngineServer.from_config(config, index=0, devices=devices, threads=1, log_dir=scratch)
+    return Served(config=config, server=server)
+
+
+def move(worker: TrainWorker, scale: float = 0.02) -> None:
+    """Other weights, as after some training."""
+    with torch.no_grad():
+        for chunk in worker.chunks:
+            for parameter in chunk.parameters():
+                parameter.add_(torch.randn_like(parameter) * scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What an engine sampled after a sync, and the weights that it should have done it with."""
+
+    folder: Path
+    generation: Generation
+
+    def difference(self, folder: Path) -> float:
+        """From transformers' float32 log-probs under the weights in a folder: the mean, in nats a token."""
+        expected = reference(folder, {}, PROMPT, self.generation.token_ids)
+        return float((torch.tensor(self.generation.log_probs) - expected).abs().mean())
+
+
+async def broadcast(served: Served, worker: TrainWorker, scratch: Path, versions: int) -> list[Turn]:
+    """Changes the weights and sends them through a process group, as a run on separate devices does."""
+    transfer = Broadcast(LocalTrainer(worker), bucket_bytes=BUCKET_BYTES)
+    turns = []
+    async with served.control() as control:
+        for version in range(1, versions + 1):
+            folder = _moved(worker, scratch / str(version))
+            await sync_engines(transfer, [control], version, timeout_s=TIMEOUT_S)
+            turns.append(Turn(folder=folder, generation=await generate_on(control, PROMPT, SAMPLED)))
+    return turns
+
+
+async def take_turns(served: Served, worker: TrainWorker, scratch: Path, versions: int) -> list[Turn]:
+    """The same where both take turns on one device. The engine, which sleeps, sleeps again in the end."""
+    turns = []
+    async with served.control() as control:
+        for version in range(1, versions + 1):
+            folder = _moved(worker, scratch / str(version))
+            export = worker.export_weights(version)
+            assert export is not None, "this process is the only rank"
+            worker.offload("rest")
+            worker.offload("parameters")
+            await wake(control, "weights")
+            await sync_engines(SharedMemory(export, bucket_bytes=BUCKET_BYTES), [control], version, timeout_s=TIMEOUT_S)
+            await wake(control, "kv_cache")
+            turns.append(Turn(folder=folder, generation=await generate_on(control, PROMPT, SAMPLED)))
+            await sleep(control)
+            worker.onload("parameters")
+            worker.onload("rest")
+    return turns
+
+
+def _moved(worker: TrainWorker, folder: Path) -> Path:
+    move(worker)
+    worker.save_hf(folder)
+    return folder
+
+
+async def sleep(control: EngineControl) -> None:
+    """Level 2; a CPU's engine has nowhere to go."""
+    if ON_GPU:
+        await control.sleep(2)
+
+
+async def wake(control: EngineControl, tag: Any) -> None:
+    if ON_GPU:
+        await control.wake_up(tag)
