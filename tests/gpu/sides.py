@@ -21,7 +21,7 @@ from vime.serving.engine import EngineServer
 from vime.training.worker import TrainWorker
 from vime.types import Generation, SamplingParams
 from vime.weights.sync import sync_engines
-from vime.weights.transfers import Broadcast, SharedMemory
+from vime.weights.transfers import Broadcast, DeviceMemory, SharedMemory
 
 ON_GPU = torch.cuda.is_available()
 KINDS: dict[str, dict[str, Any]] = {
@@ -102,7 +102,7 @@ class Turn:
         return float((torch.tensor(self.generation.log_probs) - expected).abs().mean())
 
 
-async def broadcast(served: Served, worker: TrainWorker, scratch: Path, versions: int) -> list[Turn]:
+async def by_group(served: Served, worker: TrainWorker, scratch: Path, versions: int) -> list[Turn]:
     """Changes the weights and sends them through a process group, as a run on separate devices does."""
     transfer = Broadcast(LocalTrainer(worker), bucket_bytes=BUCKET_BYTES)
     turns = []
@@ -114,18 +114,32 @@ async def broadcast(served: Served, worker: TrainWorker, scratch: Path, versions
     return turns
 
 
-async def take_turns(served: Served, worker: TrainWorker, scratch: Path, versions: int) -> list[Turn]:
-    """The same where both take turns on one device. The engine, which sleeps, sleeps again in the end."""
+async def by_device(served: Served, worker: TrainWorker, scratch: Path, versions: int) -> list[Turn]:
+    """The same through memory of the device on which both take turns. The engine sleeps before and afterwards."""
+    return await _in_turns(served, worker, scratch, versions, on_device=True)
+
+
+async def by_host(served: Served, worker: TrainWorker, scratch: Path, versions: int) -> list[Turn]:
+    """The same through shared memory of the machine."""
+    return await _in_turns(served, worker, scratch, versions, on_device=False)
+
+
+async def _in_turns(
+    served: Served, worker: TrainWorker, scratch: Path, versions: int, *, on_device: bool
+) -> list[Turn]:
     turns = []
     async with served.control() as control:
         for version in range(1, versions + 1):
             folder = _moved(worker, scratch / str(version))
-            export = worker.export_weights(version)
+            export = worker.export_weights(version, on_device=on_device)
             assert export is not None, "this process is the only rank"
+            assert bool(export.handles) is on_device, "there is room"
+            transfer = (DeviceMemory if on_device else SharedMemory)(export, bucket_bytes=BUCKET_BYTES)
             worker.offload("rest")
             worker.offload("parameters")
             await wake(control, "weights")
-            await sync_engines(SharedMemory(export, bucket_bytes=BUCKET_BYTES), [control], version, timeout_s=TIMEOUT_S)
+            await sync_engines(transfer, [control], version, timeout_s=TIMEOUT_S)
+            worker.drop_copy()
             await wake(control, "kv_cache")
             turns.append(Turn(folder=folder, generation=await generate_on(control, PROMPT, SAMPLED)))
             await sleep(control)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.sides import KINDS, KV_BYTES, ON_GPU, Served, Turn, broadcast, engines, sleep, take_turns
+from tests.gpu.sides import KINDS, KV_BYTES, ON_GPU, Served, Turn, by_device, by_group, by_host, engines, sleep
 from tests.training.harness import started
 
 ROUNDING = 0.05
@@ -67,11 +67,20 @@ def test_engines_that_sleep_give_their_memory_back(colocated: Colocated) -> None
 
 
 @pytest.mark.one_gpu
+@pytest.mark.skipif(not ON_GPU, reason="a CPU's memory is the host's")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_that_slept_serves_the_weights_of_the_trainer_on_its_gpu(
     kind: str, colocated: Colocated, tmp_path: Path
 ) -> None:
-    check(colocated.engines[kind], take_turns, tmp_path)
+    check(colocated.engines[kind], by_device, tmp_path)
+
+
+@pytest.mark.one_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_that_slept_serves_weights_that_the_host_kept(
+    kind: str, colocated: Colocated, tmp_path: Path
+) -> None:
+    check(colocated.engines[kind], by_host, tmp_path)
 
 
 @pytest.mark.two_gpus
@@ -79,7 +88,7 @@ def test_an_engine_that_slept_serves_the_weights_of_the_trainer_on_its_gpu(
 def test_an_engine_serves_the_weights_of_a_trainer_on_another_gpu(
     kind: str, separate: dict[str, Served], tmp_path: Path
 ) -> None:
-    check(separate[kind], broadcast, tmp_path)
+    check(separate[kind], by_group, tmp_path)
 
 
 def check(served: Served, carried: Callable[..., object], scratch: Path) -> None:
