@@ -1,6 +1,6 @@
 """Tests of what runs on GPUs; kernels also run in Triton's interpreter, see ``tests/conftest.py``.
 
-    pytest tests/gpu -m one_gpu
+    pytest tests/gpu -m "not two_gpus"
     pytest tests/gpu -m two_gpus
 
 Where there are too few GPUs a test says so and is skipped. With ``VIME_GPU_TESTS_ON_CPU=1`` what a CPU can do as well
