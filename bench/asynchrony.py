@@ -149,10 +149,18 @@ class Stopwatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Of one run, in seconds."""
+    """Of one run, in seconds. ``wall`` begins when the first sync has ended: all runs have that one."""
 
     wall: float
     phases: dict[str, list[float]]
+
+    def __add__(self, other: Times) -> Times:
+        """Of both runs, one after the other."""
+        phases = {name: self.phases[name] + other.phases[name] for name in self.phases}
+        return Times(wall=self.wall + other.wall, phases=phases)
+
+    def total(self, phase: str) -> float:
+        return sum(self.phases[phase])
 
     def waiting(self) -> float:
         """How long training waited for samples and syncs, from the end of the first rollout's training on."""
@@ -188,7 +196,7 @@ async def run(
             NoCheckpoints(),
             watch,
         )
-        wall = asyncio.get_running_loop().time() - begin
+        wall = asyncio.get_running_loop().time() - begin - watch.phases["sync"][0]
     finally:
         await manager.close()
         await client.close()

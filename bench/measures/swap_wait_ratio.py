@@ -2,7 +2,8 @@
 
 One answer in eight is sixteen times as long as the others. Both sides are train_async.py with --fully-async and the
 same bound of staleness; they differ in the sync alone: one halts the requests that are running, the other lets them end
-first and starts no new ones until the sync is over. Training is a sleep of as long as a rollout takes to generate.
+first and starts no new ones until the sync is over. Training is a sleep of as long as a rollout takes to generate,
+which is measured anew before each turn, because the machine's speed changes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ ROLLOUTS = 12
 MAX_STALENESS = 3
 SHORT, LONG = 16, 256  # tokens
 ONE_IN = 8
-PAIRS = 2
+TURNS = 3
+ALONE = 6  # rollouts by which the time of generation is measured
 
 
 def length_of(session: str) -> int:
@@ -38,13 +41,21 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 async def _measure(flags: list[str], times: Any) -> dict[str, Any]:
-    alone: Times = await times(flags, rollouts=6, train_s=0.0)
-    generate_s = statistics.median(alone.phases["generate"][1:])
+    await times(flags, rollouts=2, train_s=0.0)
     ahead = ["--asynchronous", "--fully-async", "--max-staleness", str(MAX_STALENESS), *flags]
-    swapped, drained = [], []
-    for _ in range(PAIRS):
+    swapped, drained, training = [], [], []
+    for _ in range(TURNS):
+        alone: Times = await times(flags, rollouts=ALONE, train_s=0.0)
+        generate_s = statistics.median(alone.phases["generate"])
+        training.append(generate_s)
         drained.append((await times(ahead, rollouts=ROLLOUTS, train_s=generate_s, drains=True)).waiting())
         swapped.append((await times(ahead, rollouts=ROLLOUTS, train_s=generate_s)).waiting())
+        print(
+            f"training {generate_s:.3f}, drain {drained[-1]:.3f}, swap {swapped[-1]:.3f}", file=sys.stderr, flush=True
+        )
     result = Comparison(Spread(tuple(swapped)), Spread(tuple(drained))).to_json(ours="swap", theirs="drain", unit="s")
     lengths = {"short": SHORT, "long": LONG, "one_in": ONE_IN}
-    return result | {"work": {"rollouts": ROLLOUTS, "train_s": generate_s, "max_staleness": MAX_STALENESS, **lengths}}
+    return result | {
+        "work": {"rollouts": ROLLOUTS, "max_staleness": MAX_STALENESS, **lengths},
+        "train_s": Spread(tuple(training)).to_json(),
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
 from dataclasses import replace
 
@@ -111,6 +112,22 @@ async def test_a_request_that_is_not_answered_in_time_names_who_was_waited_for(
         await control.resume()
         await hurried.close()
     await check_generates(control, timeout_s=20)
+
+
+async def test_a_pause_takes_no_longer_than_the_engine_needs_for_it(control: EngineControl) -> None:
+    """vLLM's own route sleeps 20 ms when the engine stands still; where it no longer does, we need none of ours."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    assert "asyncio.sleep(0.02)" in inspect.getsource(AsyncLLM.pause_generation)
+    clock = asyncio.get_running_loop().time
+    paused_s = []
+    for _ in range(10):
+        begin = clock()
+        await control.pause("keep")
+        paused_s.append(clock() - begin)
+        assert await control.is_paused()
+        await control.resume()
+    assert min(paused_s) < 0.02
 
 
 async def test_an_engine_tells_how_far_its_requests_are(control: EngineControl) -> None:
