@@ -21,6 +21,10 @@ class Calls(list[str]):
     async def free_bytes(self) -> list[int]:
         return [self.free * GIB]
 
+    async def shed(self) -> list[int]:
+        self.append("shed")
+        return await self.free_bytes()
+
     async def begin_offload(self, part: str) -> None:
         self.append(f"begin {part}")
 
@@ -65,7 +69,8 @@ async def sync(turns: Turns, **options: bool) -> None:
     await asyncio.sleep(0)  # who is on the way out begins to leave
 
 
-BEGIN = ("begin rest", "begin parameters")
+SHED = ("shed",)
+BEGIN = (*SHED, "begin rest", "begin parameters")
 LEAVE = ("offload rest", "offload parameters")
 COME = ("sleep 2", "onload parameters", "onload rest")
 
@@ -94,7 +99,7 @@ async def test_the_trainer_leaves_while_engines_come_where_there_is_room_for_bot
     calls.clear()
     calls.free = 100
     await a_rollout(turns)
-    assert calls == [*COME, "train", *BEGIN, "wake weights", "wake kv_cache", *LEAVE]
+    assert calls == [*COME, "train", *SHED, "wake weights", "wake kv_cache", *LEAVE]
 
 
 async def test_the_trainer_leaves_before_keys_and_values_where_there_is_room_for_weights_only() -> None:
@@ -115,7 +120,7 @@ async def test_a_copy_of_the_weights_goes_once_engines_have_loaded_it() -> None:
     await turns.train(None)  # type: ignore[arg-type]
     await sync(turns, copied=True)
     await asyncio.sleep(0)
-    assert calls == [*COME, "train", *BEGIN, "wake weights", "wake kv_cache", *LEAVE, "drop copies"]
+    assert calls == [*COME, "train", *SHED, "wake weights", "wake kv_cache", *LEAVE, "drop copies"]
     calls.clear()
     await sync(turns)
     assert "drop copies" not in calls

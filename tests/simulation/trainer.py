@@ -44,6 +44,9 @@ class FakeTrainer:
         self.weights = weights
         self.trainings = trainings
 
+    async def shed(self) -> list[int]:
+        return await self.free_bytes()
+
     async def begin_offload(self, part: str) -> None: ...
 
     async def onload(self, part: str) -> None:

@@ -59,6 +59,9 @@ class ModelActor(ABC):
     def train(self, batch: TrainBatch) -> TrainResult:
         return self._worker.train(batch)
 
+    def shed(self) -> int:
+        return self._worker.shed()
+
     def begin_offload(self, part: Part) -> None:
         self._worker.begin_offload(part)
 

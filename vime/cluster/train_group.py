@@ -139,6 +139,11 @@ class TrainGroup:
         free: list[int] = await self._call(self._ranks, "free_bytes", what=f"asking the {self._name} for free memory")
         return free
 
+    async def shed(self) -> list[int]:
+        """Every rank drops its gradients, and what it does not use; then what nobody holds of each rank's device."""
+        free: list[int] = await self._call(self._ranks, "shed", what=f"freeing the {self._name}'s gradients")
+        return free
+
     async def begin_offload(self, part: Part) -> None:
         """Every rank starts to copy that part of its state to the host."""
         await self._call(self._ranks, "begin_offload", part, what=f"starting to move the {self._name}'s {part}")

@@ -13,7 +13,7 @@ take is measured in the turns before.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -137,9 +137,16 @@ class Turns:
             return
         if self._here is not None and self.trainer_leaves:
             with self._timed("begin_to_leave"):
-                await self._here.begin_offload("rest")
-                await self._here.begin_offload("parameters")
+                await self._begin_to_leave(self._here)
         await self._wake("weights", make_room=self._leave)
+
+    async def _begin_to_leave(self, model: TrainGroup) -> None:
+        """Where engines have room for all that they take it leaves afterwards: a device that copies takes three times
+        as long to give memory."""
+        free = await model.shed()
+        if not self._have_room(free, "weights", "kv_cache"):
+            await model.begin_offload("rest")
+            await model.begin_offload("parameters")
 
     async def to_generation(self) -> None:
         """The engines have their weights, and take memory for keys and values."""
@@ -149,8 +156,10 @@ class Turns:
 
     async def _wake(self, tag: Tag, *, make_room: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """Engines that sleep take memory, after room was made for it unless they have it already."""
-        if make_room is not None and not await self._has_room(tag):
-            await make_room()
+        if make_room is not None:
+            free = await self._trainer.free_bytes() if tag in self._taken else []
+            if not self._have_room(free, tag):
+                await make_room()
         if not self._sleeping:
             return
         before = await self._trainer.free_bytes()
@@ -159,11 +168,12 @@ class Turns:
         after, known = await self._trainer.free_bytes(), self._taken.get(tag, [0] * len(before))
         self._taken[tag] = [max(least, b - a) for least, b, a in zip(known, before, after, strict=True)]
 
-    async def _has_room(self, tag: Tag) -> bool:
-        if tag not in self._taken:
+    def _have_room(self, free: Sequence[int], *tags: Tag) -> bool:
+        """Whether so many free bytes of each device are enough for all that engines were seen to take."""
+        if not all(tag in self._taken for tag in tags):
             return False
-        free = await self._trainer.free_bytes()
-        return all(have >= need + MARGIN_BYTES for have, need in zip(free, self._taken[tag], strict=True))
+        needs = [sum(each) for each in zip(*(self._taken[tag] for tag in tags), strict=True)]
+        return all(have >= need + MARGIN_BYTES for have, need in zip(free, needs, strict=True))
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

@@ -174,8 +174,7 @@ class GroupWeightSync:
         if self._folders is not None:
             return await self._folders.write(self._trainer, version, self._fleet.engines)
         export = await self._trainer.export_weights(version, on_device=self._on_device)
-        place = DeviceMemory if export.handles else SharedMemory
-        return place(export, bucket_bytes=self._bucket_bytes)
+        return DeviceMemory(export) if export.handles else SharedMemory(export, bucket_bytes=self._bucket_bytes)
 
     async def _send(self, transfer: Transfer, version: WeightVersion) -> list[EngineControl]:
         """The engines that have the version in the end; those that failed are lost."""

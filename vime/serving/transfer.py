@@ -81,8 +81,8 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Where all tensors of the announced plan are: in the Hugging Face folder ``folder``, or at their places in the
     buffer ``path`` or in device memory, whose ``handles`` are given by the name of the device. Nothing there may change
-    before the update is finished. With none of them they are being broadcast. Buffers and a broadcast are loaded in
-    buckets of at most ``bucket_bytes``.
+    before the update is finished. With none of them they are being broadcast. A buffer of the host and a broadcast are
+    loaded in buckets of at most ``bucket_bytes``.
     """
 
     digest: str
@@ -179,7 +179,7 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
             if update_info.folder:
                 self._load_folder(plan, Path(update_info.folder))
             elif update_info.handles:
-                self._load_shared(plan, self._map(update_info.handles, plan.total_bytes), update_info.bucket_bytes)
+                self._load_shared(plan, self._map(update_info.handles, plan.total_bytes), plan.total_bytes)
             elif update_info.path:
                 self._load_shared(plan, self._open(update_info.path, plan.total_bytes), update_info.bucket_bytes)
             else:

@@ -101,6 +101,8 @@ class ModelWorker(ABC, Generic[G]):
         self.chunks = self._build()
         resume = self._load_all()
         self._offloader = Offloader(self.chunks, self.optimizer)
+        if config.cluster.offload_train:
+            self._offloader.prepare()
         self._packer = self._make_packer()
         self._learner = Learner(
             chunks=self.chunks,
@@ -162,6 +164,12 @@ class ModelWorker(ABC, Generic[G]):
             self._offloader.arrive()
         self._hooks.before_step(rollout_id, number, self.chunks, self.optimizer, self.scheduler)
         return self._learner.step(work, step, name=f"step {number} of rollout {rollout_id}")
+
+    def shed(self) -> int:
+        """Drops gradients and gives back what nothing uses, until ``onload``; returns what nobody holds of the device,
+        in bytes."""
+        self._offloader.shed()
+        return self.free_bytes()
 
     def begin_offload(self, part: Part) -> None:
         """Starts to copy that part of the state to the host; nothing is trained before ``onload``."""

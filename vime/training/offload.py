@@ -7,7 +7,9 @@ its optimizer step alone arrives during the passes before, and leaves while engi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -21,98 +23,166 @@ __all__ = ["Offloader", "Part", "optimizer_tensors"]
 Part: TypeAlias = Literal["parameters", "rest"]
 """What the forward pass needs, and the rest: main weights, moments and gradients."""
 
-
-PIECE_BYTES = 32 << 20  # half a millisecond
+PIECE_BYTES = 32 << 20
+"""What is copied at a time: 0.6 ms. Other copies in the same direction wait for the pieces under way, not for all."""
+PIECES_UNDER_WAY = 2
 
 
 class Offloader:
     """Of one rank. Does nothing on a CPU, where there is nowhere else to go.
 
-    Host memory is taken the first time that something moves, and kept.
+    Host memory is taken the first time that something moves, or by ``prepare``, and kept.
     """
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:
         self._chunks, self._optimizer = chunks, optimizer
-        self._host: dict[int, Tensor] = {}  # pinned copies, by the identity of the storage
+        self._host = _HostMemory()
         self._leaving: dict[Part, list[_Moved]] = {}  # copied, or being so, and still on the device
         self._away: dict[Part, list[_Moved]] = {}
-        self._stream: Any = None if current().name == "cpu" else torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._dropped: list[_Moved] = []  # gradients, which come back as zeros
+        self._copies = None if current().name == "cpu" else _Copies()
+
+    def prepare(self) -> None:
+        """Begins to make the host memory, beside whatever else happens: of a large model that takes many seconds."""
+        if self._copies is not None:
+            main = [*self._storages("rest")]
+            sizes = [storage.nbytes() for storage in (*self._storages("parameters"), *main)]
+            moments = [] if _has_moments(self._optimizer) else 2 * [storage.nbytes() for storage in main]
+            self._copies.beside(lambda: self._host.make([*sizes, *moments]))
+
+    def shed(self) -> None:
+        """Drops gradients, and gives the memory that nothing uses back to everybody. Idempotent."""
+        if self._copies is None or self._dropped:
+            return
+        self._copies.arrive()
+        self._dropped = [_Moved(storage, storage.nbytes(), torch.empty(0)) for storage in self._gradients()]
+        _empty(each.storage for each in self._dropped)
 
     def begin_offload(self, part: Part) -> None:
         """Starts to copy that part, which must not change any more, and drops gradients. Idempotent."""
-        if self._stream is None or part in self._leaving or part in self._away:
+        if self._copies is None or part in self._leaving or part in self._away:
             return
-        self.arrive()
-        kept, dropped = self._storages(part)
-        moved = [_Moved(storage, storage.nbytes(), self._host_memory(storage)) for storage in kept]
-        self._leaving[part] = [*moved, *(_Moved(storage, storage.nbytes(), None) for storage in dropped)]
-        _empty(dropped)  # before: to free memory is to wait for all that the device does
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for each in moved:
-                assert each.host is not None
-                _copy(_bytes_of(each.storage), each.host)
+        self.shed()  # before: to free memory is to wait for all that the device does
+        storages = self._storages(part)
+        moved = [_Moved(storage, storage.nbytes(), self._host.of(storage)) for storage in storages]
+        self._leaving[part] = moved
+        self._copies.start((_bytes_of(each.storage), each.host) for each in moved)
 
     def offload(self, part: Part) -> None:
         """Frees the device memory of that part, once its copy is complete. Idempotent."""
         self.begin_offload(part)
-        if part in self._leaving:
-            self._stream.synchronize()
+        if self._copies is not None and part in self._leaving:
+            self._copies.finish()
             self._away[part] = self._leaving.pop(part)
             _empty(each.storage for each in self._away[part])
 
     def onload(self, part: Part) -> None:
         """Brings that part back, with gradients of zero. Parameters are there afterwards; before anything else touches
         the rest, it must ``arrive``. Idempotent."""
-        moved = [*self._leaving.pop(part, []), *self._away.pop(part, [])]
-        gone = [each for each in moved if each.storage.nbytes() != each.size]
-        if self._stream is None or not gone:
+        if self._copies is None:
             return
+        self._leaving.pop(part, None)  # it is still here
+        if part == "rest":
+            for each in self._dropped:
+                each.storage.resize_(each.size)
+                _bytes_of(each.storage).zero_()
+            self._dropped = []
+        gone = self._away.pop(part, [])
         for each in gone:
             each.storage.resize_(each.size)
-            if each.host is None:
-                _bytes_of(each.storage).zero_()
-        self._stream.wait_stream(torch.cuda.current_stream())  # who had the memory before may still work with it
-        with torch.cuda.stream(self._stream):
-            for each in gone:
-                if each.host is not None:
-                    _copy(each.host, _bytes_of(each.storage))
+        self._copies.start((each.host, _bytes_of(each.storage)) for each in gone)
         if part == "parameters":
             self.arrive()
 
     def arrive(self) -> None:
         """What is computed from here on waits for copies that are under way."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        if self._copies is not None:
+            self._copies.arrive()
 
-    def _storages(self, part: Part) -> tuple[list[torch.UntypedStorage], list[torch.UntypedStorage]]:
-        """What has to be kept, and what may be dropped."""
-        parameters = [p for chunk in self._chunks for p in chunk.parameters()]
+    def _storages(self, part: Part) -> list[torch.UntypedStorage]:
+        """What has to be kept of that part."""
+        parameters = _distinct(p.data for p in self._parameters())
         if part == "parameters":
-            return _distinct(p.data for p in parameters), []
-        model = {p.data.untyped_storage().data_ptr() for p in parameters}
-        kept = [s for s in _distinct(optimizer_tensors(self._optimizer)) if s.data_ptr() not in model]
-        gradients = _distinct(p.main_grad for p in parameters if getattr(p, "main_grad", None) is not None)
-        return kept, gradients
+            return parameters
+        model = {storage.data_ptr() for storage in parameters}
+        return [s for s in _distinct(optimizer_tensors(self._optimizer)) if s.data_ptr() not in model]
 
-    def _host_memory(self, storage: torch.UntypedStorage) -> Tensor:
-        host = self._host.get(storage._cdata)
-        if host is None or len(host) != storage.nbytes():
-            host = self._host[storage._cdata] = current().pinned(storage.nbytes())
-        return host
+    def _gradients(self) -> list[torch.UntypedStorage]:
+        return _distinct(p.main_grad for p in self._parameters() if getattr(p, "main_grad", None) is not None)
+
+    def _parameters(self) -> Iterator[Any]:
+        return (p for chunk in self._chunks for p in chunk.parameters())
 
 
 class _Moved(NamedTuple):
     storage: torch.UntypedStorage
     size: int  # bytes
-    host: Tensor | None  # None: dropped, it comes back as zeros
+    host: Tensor  # empty if there is nothing to keep
 
 
-def _copy(source: Tensor, target: Tensor) -> None:
-    """In pieces: whatever else is copied in the same direction waits for the piece under way, not for all."""
-    for begin in range(0, len(source), PIECE_BYTES):
-        piece = slice(begin, begin + PIECE_BYTES)
-        target[piece].copy_(source[piece], non_blocking=True)
+class _HostMemory:
+    """Pinned copies of storages, each made once."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Tensor] = {}  # by the identity of the storage
+        self._spare: dict[int, list[Tensor]] = {}  # by size
+
+    def make(self, sizes: Iterable[int]) -> None:
+        """For storages to come."""
+        for size in sizes:
+            self._spare.setdefault(size, []).append(current().pinned(size))
+
+    def of(self, storage: torch.UntypedStorage) -> Tensor:
+        host = self._of.get(storage._cdata)
+        if host is None or len(host) != storage.nbytes():
+            spare = self._spare.get(storage.nbytes())
+            host = self._of[storage._cdata] = spare.pop() if spare else current().pinned(storage.nbytes())
+        return host
+
+
+class _Copies:
+    """Copies one after the other on a stream of their own, by a thread: only so many may wait in the driver's queue,
+    and whoever hands it one more waits, for a second if gigabytes are under way.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload")
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._under_way: list[Future[None]] = []
+
+    def beside(self, work: Callable[[], None]) -> None:
+        """In the thread, before the copies that are started later."""
+        self._under_way.append(self._thread.submit(work))
+
+    def start(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copies each first tensor into the second, after what the device has been given to do so far."""
+        before = torch.cuda.current_stream().record_event()
+        copies = list(pairs)
+        self.beside(lambda: self._copy(before, copies))
+
+    def _copy(self, before: torch.cuda.Event, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        under_way: deque[torch.cuda.Event] = deque()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(before)
+            for source, target in pairs:
+                for begin in range(0, len(source), PIECE_BYTES):
+                    piece = slice(begin, begin + PIECE_BYTES)
+                    target[piece].copy_(source[piece], non_blocking=True)
+                    under_way.append(self._stream.record_event(torch.cuda.Event(blocking=True)))  # type: ignore[no-untyped-call]
+                    if len(under_way) > PIECES_UNDER_WAY:
+                        under_way.popleft().synchronize()
+
+    def arrive(self) -> None:
+        """All copies have been handed to the device, whose present stream waits for the last ones."""
+        for each in self._under_way:
+            each.result()
+        self._under_way.clear()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def finish(self) -> None:
+        """All copies are complete."""
+        self.arrive()
+        self._stream.synchronize()
 
 
 def _empty(storages: Iterable[torch.UntypedStorage]) -> None:
@@ -120,6 +190,10 @@ def _empty(storages: Iterable[torch.UntypedStorage]) -> None:
     for storage in storages:
         storage.resize_(0)
     current().release_cached_memory()
+
+
+def _has_moments(optimizer: Any) -> bool:
+    return any(each.optimizer.state for each in optimizers_of(optimizer))
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:

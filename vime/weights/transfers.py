@@ -73,14 +73,10 @@ class SharedMemory(Resting):
 
 
 class DeviceMemory(Resting):
-    """On the devices that trainer and engines take turns on; each process of an engine reads the copy on its own.
+    """On the devices that trainer and engines take turns on; each process of an engine reads the copy on its own."""
 
-    Args:
-        bucket_bytes: how much an engine loads at a time.
-    """
-
-    def __init__(self, export: Export, *, bucket_bytes: int = BUCKET_BYTES) -> None:
-        super().__init__(export.plan, {"handles": dict(export.handles), "bucket_bytes": bucket_bytes})
+    def __init__(self, export: Export) -> None:
+        super().__init__(export.plan, {"handles": dict(export.handles)})
 
 
 class Disk(Resting):
