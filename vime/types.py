@@ -17,10 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
+import numpy as np
+
 from vime.errors import UserError
 
 Message: TypeAlias = dict[str, Any]
 """One chat message: ``role`` and ``content``, perhaps ``tool_calls`` and ``step_loss_mask``."""
+
+RoutedExperts: TypeAlias = "np.ndarray[Any, Any]"
+"""Integers [tokens, layers with experts, top_k]: to which experts tokens were sent; see ``models.routes``."""
+
 
 WeightVersion: TypeAlias = int
 """0 before the first weight sync of a run; each sync makes the next one."""
@@ -106,6 +112,7 @@ class Sample:
     rollout_log_probs: list[float] | None = None  # [T] nats, as the engine computed them
     teacher_log_probs: list[float] | None = None  # [T] nats, of the teacher of on-policy distillation
     weight_versions: list[WeightVersion] = field(default_factory=list)  # [T]
+    rollout_routed_experts: RoutedExperts | None = field(default=None, compare=False)  # at most [L - 1, layers, top_k]
     status: _Status = _Status.PENDING
     awaits_hooks: bool = False  # generated, and not shown to the sample hooks yet
     remove_sample: bool = False  # True: keeps its place in baseline and denominator, its mask becomes 0
@@ -154,7 +161,7 @@ class Sample:
     def copy(self) -> Sample:
         """The same sample, for somebody to work on: nothing that is changed in it changes this one.
 
-        Inputs of other modalities are large, and shared.
+        Inputs of other modalities and routes are large, and shared.
         """
         shared = ("multimodal_inputs", "multimodal_train_inputs")
         values = ((each.name, getattr(self, each.name)) for each in fields(self))
@@ -173,6 +180,7 @@ class Sample:
             rollout_log_probs=None,
             teacher_log_probs=None,
             weight_versions=[],
+            rollout_routed_experts=None,
             status=Status.PENDING,
             awaits_hooks=False,
             remove_sample=False,
@@ -307,6 +315,7 @@ class TrainSample:
     graded: bool = True  # whether there is a reward; a sample without one is never trained on
     truncated: bool = False
     metadata: dict[str, Any] | None = None
+    routed_experts: RoutedExperts | None = field(default=None, compare=False)  # at most [L - 1, layers, top_k]
     scores: TokenScores = TokenScores()
     counts: bool = True  # whether it is one of N in means over samples; False: as if it were not there
 
@@ -381,6 +390,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     ignore_eos: bool = False
     seed: int | None = None
+    routed_experts_prompt_start: int | None = None  # routes are wanted from this token on; None: they are not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,6 +401,8 @@ class Generation:
     log_probs: list[float]  # [T] nats
     weight_versions: list[WeightVersion]  # [T]
     finish_reason: str  # "stop", "length" or "abort"
+    routed_experts: RoutedExperts | None = field(default=None, compare=False)
+    """From the token on from which they were wanted, without the last one; None: not wanted, or nothing was sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,6 +163,7 @@ def partial(sample):
         "tokens": [1, 2, 3], "response": "é\n", "response_length": 2, "reward": {"acc": 1.0}, "loss_mask": [1, 0],
         "grade": Grade(score=1.0, detail="d", extra={"acc": 1.0}), "rollout_log_probs": [-0.1, -2.5e-8],
         "teacher_log_probs": [-3.0, -0.5],
+        "rollout_routed_experts": np.array([[[1, 3]], [[0, 2]]], np.uint8),
         "weight_versions": [3, 4], "status": Status.ABORTED, "awaits_hooks": True,
         "remove_sample": True, "metadata": {"start_rollout_id": 5},
         "train_metadata": {"x": None}, "multimodal_inputs": {"image": "i"}, "multimodal_train_inputs": {"n": 1},

@@ -6,6 +6,8 @@ import asyncio
 import random
 from collections.abc import Sequence
 
+import numpy as np
+
 from vime.types import Generation, Grade, GradeStatus, Group, Sample, SamplingParams
 
 
@@ -57,9 +59,22 @@ class FakeGenerator:
             log_probs=[-0.5] * len(tokens),
             weight_versions=[self.version] * len(tokens),
             finish_reason=self.finish_reason,
+            routed_experts=routes_wanted(params, [*token_ids, *tokens], self.version),
         )
 
     async def abort(self) -> None: ...
+
+
+def routes_of(tokens: Sequence[int], version: int = 1) -> np.ndarray:
+    """Where a model of 2 layers with 8 experts might send these tokens."""
+    first = np.array([3 * token + 5 * place + version for place, token in enumerate(tokens)])
+    return ((first[:, None, None] + np.arange(2)[:, None] + np.array([0, 4])) % 8).astype(np.uint8)
+
+
+def routes_wanted(params: SamplingParams, tokens: Sequence[int], version: int = 1) -> np.ndarray | None:
+    """What an engine tells of a text that it has sampled the end of."""
+    start = params.routed_experts_prompt_start
+    return None if start is None else routes_of(tokens, version)[start:-1]
 
 
 class FakeRewarder:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import numpy as np
 import orjson
 import pytest
 from aiohttp import web
 
+from vime.models.routes import RouteShape
 from vime.serving import answers
 from vime.serving import client as client_module
-from vime.serving.client import EngineError, RouterClient, parse_generation, request_body
+from vime.serving.client import EngineError, RouterClient, parse_generation, request_body, with_routes
 from vime.serving.control import EngineControl
 from vime.serving.fleet import Fleet
 from vime.serving.http import Late
-from vime.types import SamplingParams
+from vime.types import Generation, SamplingParams
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ANSWER = orjson.loads(
@@ -353,3 +356,62 @@ async def test_a_reply_that_is_lost_holds_no_abort_up_for_long(
     with pytest.raises(EngineError, match="1 requests did not end within"):
         await client.abort()
     request.cancel()
+
+
+ROUTES = np.array([[[0, 0], [3, 1]], [[0, 0], [0, 7]], [[0, 0], [4, 2]]], np.uint8)  # two given tokens, two sampled
+WANTED = SamplingParams(max_tokens=2, routed_experts_prompt_start=0)
+ONE_MOE_LAYER = RouteShape(num_layers=2, layers=(1,), num_experts=8, top_k=2)
+
+
+def with_npy(array: np.ndarray | None) -> dict[str, object]:
+    """An answer with two tokens and these routes, as vLLM writes them."""
+    npy = io.BytesIO()
+    if array is not None:
+        np.save(npy, array)
+    text = base64.b64encode(npy.getvalue()).decode() if array is not None else None
+    spans: list[answers.Span] = [{"version": "1", "start": 0, "end": 2}]
+    return dict(orjson.loads(answers.encode([11, 12], [-1.0, -2.0], spans, "stop", text)))
+
+
+def read(answer: dict[str, object], params: SamplingParams, shape: RouteShape | None = None) -> Generation:
+    return with_routes(parse_generation(answer), answer, request_body([5, 6], params), shape)
+
+
+def test_routes_are_those_of_layers_with_experts() -> None:
+    routes = read(with_npy(ROUTES), WANTED, ONE_MOE_LAYER).routed_experts
+    assert routes is not None and routes.dtype == np.uint8
+    assert routes.tolist() == [[[3, 1]], [[0, 7]], [[4, 2]]]
+    later = read(with_npy(ROUTES[1:]), replace(WANTED, routed_experts_prompt_start=1), ONE_MOE_LAYER).routed_experts
+    assert later is not None and later.tolist() == [[[0, 7]], [[4, 2]]]
+    assert np.array_equal(read(with_npy(ROUTES), WANTED).routed_experts, ROUTES)
+
+
+def test_routes_that_nobody_wants_are_not_kept() -> None:
+    assert read(with_npy(ROUTES), SamplingParams(max_tokens=2), ONE_MOE_LAYER).routed_experts is None
+    assert "routed_experts_prompt_start" not in request_body([5, 6], SamplingParams(max_tokens=2))["sampling_params"]
+    assert request_body([5, 6], WANTED)["sampling_params"]["routed_experts_prompt_start"] == 0
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        (None, "the routes in an engine's answer are missing"),
+        (ROUTES[:2], "told the routes of 2 tokens, and 3 were wanted"),
+        (ROUTES[:, :, :1], r"have the shape \[3, 2, 1\]; those of 4 tokens have \[3, 1, 2\]"),
+        (np.repeat(ROUTES, 2, axis=0), r"have the shape \[6, 2, 2\]"),
+        (ROUTES + 3, "name expert 10; there are 8, from 0"),
+        (ROUTES * 0, "send a token to the same expert twice"),  # what an engine tells of a layer without experts
+        (ROUTES.astype(np.float32), "must be a numpy array of integers"),
+    ],
+)
+def test_an_answer_without_the_routes_that_were_wanted_is_an_error(routes: np.ndarray | None, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        read(with_npy(routes), WANTED, ONE_MOE_LAYER)
+
+
+async def test_a_client_hands_out_routes(serve: Callable) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.json_response(with_npy(ROUTES))
+
+    generation = await (await serve(handler)).generate([5, 6], WANTED, session_id="a")
+    assert np.array_equal(generation.routed_experts, ROUTES)

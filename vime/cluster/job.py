@@ -26,6 +26,7 @@ from vime.ports import Trainer
 from vime.rewards.hub import RewardHub
 from vime.rollout.build import Prompts, check_graders, make_hub, make_manager, make_pool, make_rewarder
 from vime.rollout.manager import RolloutManager
+from vime.rollout.routes import route_shape
 from vime.rollout.staleness import WeightHistory
 from vime.rollout.tasks import together
 from vime.serving.client import RouterClient
@@ -87,7 +88,10 @@ class Job(TrainingJob):
         else:
             await together([self._start_models(), self._start_engines(), self._pool.start()])
         self._client = RouterClient(
-            self._engines.router_url, self._fleet, request_timeout_s=config.engine.request_timeout_s
+            self._engines.router_url,
+            self._fleet,
+            request_timeout_s=config.engine.request_timeout_s,
+            routes=route_shape(config),
         )
         router = urlsplit(self._engines.router_url)
         args = config.args.extended(vllm_router_ip=router.hostname, vllm_router_port=router.port)

@@ -7,7 +7,6 @@ _BY_TOPIC = {
     "balance-by-flops data-pad-size-multiplier async-save release-train",
     "data": "multimodal-keys disable-rollout-global-dataset",
     "algorithms": "use-rollout-entropy pg-loss-type",
-    "mixture of experts": "use-rollout-routing-replay",
     "training hooks": "model-name",
     "engines": "vllm-config vllm-enable-deterministic-inference vllm-weight-sync-packed prefill-num-servers "
     "rollout-external-engine-addrs",

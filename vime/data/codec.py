@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import binascii
 import dataclasses
 import json
 import math
 from typing import Any
+
+import numpy as np
 
 from vime.errors import UserError
 from vime.rewards.wire import grade_from_json, grade_to_json
@@ -21,20 +24,33 @@ def sample_to_json(sample: Sample) -> dict[str, Any]:
     record = {each.name: getattr(sample, each.name) for each in dataclasses.fields(sample)}
     record["status"] = sample.status.value
     record["grade"] = grade_to_json(sample.grade) if sample.grade is not None else None
+    routes = record.pop("rollout_routed_experts")
     for name, value in record.items():
         _check(sample, name, value)
-    return record
+    return record | {"rollout_routed_experts": None if routes is None else _array_to_json(routes)}
 
 
 def sample_from_json(record: dict[str, Any]) -> Sample:
     """The sample of ``sample_to_json``. Tuples have become lists, and keys of dicts strings."""
-    grade = record["grade"]
+    grade, routes = record["grade"], record.get("rollout_routed_experts")  # which older files lack
     fields = {
         **record,
         "status": Status(record["status"]),
         "grade": grade_from_json(grade) if grade is not None else None,
+        "rollout_routed_experts": None if routes is None else _array_from_json(routes),
     }
     return Sample(**fields)
+
+
+def _array_to_json(array: Any) -> dict[str, Any]:
+    """Numbers as base64 of their bytes, little-endian: a list of them would be four times as long."""
+    packed = np.ascontiguousarray(array, np.dtype(array.dtype).newbyteorder("<"))
+    data = binascii.b2a_base64(packed.tobytes(), newline=False).decode()
+    return {"dtype": packed.dtype.str, "shape": list(packed.shape), "data": data}
+
+
+def _array_from_json(record: dict[str, Any]) -> Any:
+    return np.frombuffer(binascii.a2b_base64(record["data"]), np.dtype(record["dtype"])).reshape(record["shape"])
 
 
 def _check(sample: Sample, name: str, value: Any) -> None:

@@ -48,6 +48,7 @@ _ROLLOUT = _family(
         ("raw_reward", "", "Mean reward before any normalisation, of the answers that have one."),
         ("reward_errors", "samples", "Samples without a reward because the grader failed or ran out of time."),
         ("nonfinite_rewards", "samples", "Samples left out because their reward is not a finite number."),
+        ("routed_tokens", "share", "Tokens that training sends to the experts of the engines; others route freely."),
         ("invalid_answers", "samples", "Graded samples whose response holds no answer to grade."),
         ("zero_std/count_{reward}", "groups", "Groups whose samples all got this reward, so they teach nothing."),
         ("zero_std/ratio", "share", "Groups whose samples all got the same reward."),

@@ -223,4 +223,6 @@ def try_eval_log(trial: Trial) -> None:
 def request_params(params: SamplingParams) -> dict[str, Any]:
     """Sampling parameters as users' functions get them: a dict that fits into a request to the engine."""
     values = dataclasses.asdict(params)
+    if values["routed_experts_prompt_start"] is None:
+        del values["routed_experts_prompt_start"]
     return values | {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}

@@ -47,6 +47,7 @@ from vime.rollout.hooks import (
 from vime.rollout.limits import max_context_of
 from vime.rollout.manager import EvalMetrics, RolloutManager, RolloutMetrics
 from vime.rollout.openai_endpoint.entry import agent_of
+from vime.rollout.routes import route_shape, with_checked_routes
 from vime.rollout.runner import Gate, Generate, Rewarder, Runner
 from vime.rollout.sampling import Collected, InFlight, Judge, Sampler, keep_all, not_failed
 from vime.rollout.shaping import shape_rewards
@@ -386,6 +387,7 @@ def sampling_params(config: Config) -> SamplingParams:
         stop=rollout.rollout_stop,
         stop_token_ids=rollout.rollout_stop_token_ids,
         skip_special_tokens=rollout.rollout_skip_special_tokens,
+        routed_experts_prompt_start=0 if config.algorithm.use_rollout_routing_replay else None,
     )
 
 
@@ -435,6 +437,11 @@ def _post_process(config: Config, hooks: Hooks, args: Args) -> PostProcess:
 
 
 def _convert(config: Config, hooks: Hooks, args: Args) -> Convert:
+    convert, routes = _conversion(config, hooks, args), route_shape(config)
+    return convert if routes is None else with_checked_routes(convert, routes)
+
+
+def _conversion(config: Config, hooks: Hooks, args: Args) -> Convert:
     off_policy = config.off_policy
     needing = [name for name in ("use_tis", "use_rollout_logprobs") if getattr(off_policy, name)]
     needs_log_probs = option(needing[0]) if needing else None

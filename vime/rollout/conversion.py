@@ -158,6 +158,7 @@ def _placeholder(sample: Sample) -> Sample:
         rollout_log_probs=None,
         teacher_log_probs=None,
         weight_versions=[],
+        rollout_routed_experts=None,
     )
 
 
@@ -183,6 +184,7 @@ def _freeze(sample: Sample, rewards: tuple[float, float] | None) -> TrainSample:
         graded=rewards is not None,
         truncated=sample.truncated,
         metadata=sample.train_metadata,
+        routed_experts=sample.rollout_routed_experts,
         scores=TokenScores(teacher_log_probs=tuple(sample.teacher_log_probs) if sample.teacher_log_probs else None),
     )
 

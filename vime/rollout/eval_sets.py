@@ -117,6 +117,7 @@ def make_eval_set(
             min_tokens=dataset.min_new_tokens,
             stop=dataset.stop,
             stop_token_ids=dataset.stop_token_ids,
+            routed_experts_prompt_start=None,  # nobody trains on them
         ),
         score=functools.partial(Sample.score, reward_key=dataset.reward_key),
         runner=make_runner(hub.sharing(settings, item.custom_rm)),

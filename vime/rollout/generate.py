@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from vime.errors import UserError
+from vime.models.routes import joined, unrouted
 from vime.ports import Generator
 from vime.types import Generation, Message, Sample, SamplingParams, Status
 
@@ -43,8 +44,9 @@ class SingleTurn:
         if budget == 0:
             sample.status = Status.TRUNCATED
             return sample
+        asked = unrouted(replace(params, max_tokens=budget), sample.rollout_routed_experts)
         generation = await self._generator.generate(
-            sample.tokens, replace(params, max_tokens=budget), session_id=sample.session_id or f"sample-{sample.index}"
+            sample.tokens, asked, session_id=sample.session_id or f"sample-{sample.index}"
         )
         append(sample, generation)
         sample.response = self._decode(sample.tokens[sample.prompt_length :])
@@ -69,4 +71,5 @@ def append(sample: Sample, generation: Generation) -> None:
     sample.response_length += count
     sample.rollout_log_probs = [*(sample.rollout_log_probs or []), *generation.log_probs]
     sample.weight_versions = [*sample.weight_versions, *generation.weight_versions]
+    sample.rollout_routed_experts = joined(sample.rollout_routed_experts, generation.routed_experts, len(sample.tokens))
     sample.status = STATUS_OF_FINISH[generation.finish_reason]

@@ -9,6 +9,7 @@ Both ends import this module; it needs neither vLLM nor torch.
 from __future__ import annotations
 
 import binascii
+import io
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
@@ -36,7 +37,8 @@ class Answer(TypedDict):
     token_ids: str  # base64 of T TOKEN_DTYPE
     log_probs: str  # base64 of T LOG_PROB_DTYPE, nats; not finite where the engine's was not
     weight_versions: list[Span]  # without gaps
-    routed_experts: str | None  # base64 of a .npy [prompt + T - 1, layers, top-k], where the engine records them
+    routed_experts: str | None  # base64 of a .npy [prompt + T - 1, layers, top-k], from where they were wanted on, if
+    # the engine records them; uint8, or uint16 from 257 experts on; zeros for layers without experts
 
 
 def encode(
@@ -60,6 +62,17 @@ def encode(
 def unpacked(text: str, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """The numbers in a packed field, [T]. Raises ValueError if the text is not base64 of whole numbers."""
     return np.frombuffer(binascii.a2b_base64(text, strict_mode=True), dtype)
+
+
+def unpacked_array(text: str | None) -> np.ndarray[Any, Any]:
+    """The array in a field. Raises ValueError, with what goes on after its name, if there is none."""
+    if text is None:
+        raise ValueError("are missing")
+    try:
+        array: np.ndarray[Any, Any] = np.load(io.BytesIO(binascii.a2b_base64(text)), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"cannot be read ({error})") from None
+    return array
 
 
 def _packed(values: Sequence[float], dtype: np.dtype[Any]) -> str:

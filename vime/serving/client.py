@@ -6,10 +6,12 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from vime.models.routes import RouteShape
 from vime.serving import answers
 from vime.serving.control import GENERATE, EngineControl, parse_version
 from vime.serving.fleet import Fleet
@@ -42,14 +44,21 @@ class RouterClient:
         engines: where ``abort`` goes; the router knows no such call. Where they are a fleet that tolerates the loss of
             engines, requests wait while none serves, which does not count against their deadline.
         request_timeout_s: deadline of one generation, all attempts together.
+        routes: what routes of the served model look like; None: as the engines tell them.
     """
 
     def __init__(
-        self, url: str, engines: Fleet | Sequence[EngineControl] = (), *, request_timeout_s: float = 1800.0
+        self,
+        url: str,
+        engines: Fleet | Sequence[EngineControl] = (),
+        *,
+        request_timeout_s: float = 1800.0,
+        routes: RouteShape | None = None,
     ) -> None:
         self._router = HttpServer("the router", url)
         self._fleet = engines if isinstance(engines, Fleet) else Fleet.of(engines)
         self._request_timeout_s = request_timeout_s
+        self._routes = routes
         self._run = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
         self._in_flight: set[str] = set()
@@ -96,7 +105,7 @@ class RouterClient:
 
     async def _attempt(self, body: dict[str, Any], headers: Mapping[str, str]) -> Generation:
         answer = await self._router.call("POST", GENERATE, body, timeout_s=self._request_timeout_s, headers=headers)
-        generation = parse_generation(answer)
+        generation = with_routes(parse_generation(answer), answer, body, self._routes)
         if generation.finish_reason == "abort" and self._fleet.tolerant and not self._aborts:
             raise Aborted(f"an engine that is given up ended request {body['request_id']}")
         return generation
@@ -157,6 +166,8 @@ def request_body(token_ids: Sequence[int], params: SamplingParams) -> dict[str, 
         "detokenize": bool(params.stop),  # text is needed to find stop strings, and for nothing else
         "skip_special_tokens": params.skip_special_tokens,
     }
+    if params.routed_experts_prompt_start is not None:
+        sampling["routed_experts_prompt_start"] = params.routed_experts_prompt_start
     return {"token_ids": list(token_ids), "sampling_params": sampling}
 
 
@@ -184,6 +195,26 @@ def parse_generation(answer: Any) -> Generation:
         weight_versions=versions,
         finish_reason=finish_reason,
     )
+
+
+def with_routes(generation: Generation, answer: Any, body: Mapping[str, Any], shape: RouteShape | None) -> Generation:
+    """With the routes in an engine's answer, where the request ``body`` wants some.
+
+    Raises:
+        EngineError: they are missing, or not those of ``shape`` and of all tokens that they were wanted of.
+    """
+    start = body["sampling_params"].get("routed_experts_prompt_start")
+    if start is None or not generation.token_ids:
+        return generation
+    count = len(body["token_ids"]) + len(generation.token_ids) - 1 - start
+    try:
+        routes = answers.unpacked_array(answer["routed_experts"])
+        routes = routes if shape is None else shape.checked(routes, count + 1)
+    except ValueError as error:
+        raise EngineError(f"the routes in an engine's answer {error}") from None
+    if len(routes) != count:
+        raise EngineError(f"an engine told the routes of {len(routes)} tokens, and {count} were wanted")
+    return replace(generation, routed_experts=routes)
 
 
 def _spread(spans: Sequence[Mapping[str, Any]], length: int) -> list[WeightVersion]:

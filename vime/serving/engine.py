@@ -25,6 +25,10 @@ LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
 KEEP_ALIVE_S = 3600
 CPU_KV_CACHE_BYTES = 512 << 20
+RECORDING_ON_CPUS = {
+    "scheduler_cls": "vime.serving.recording.RecordingScheduler",
+    "worker_cls": "vime.serving.recording.RecordingWorker",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,7 @@ class EngineSpec:
     devices: tuple[str, ...] = ()  # GPUs to use, by their numbers on the node; none: those that this process sees
     trust_remote_code: bool = False  # run Python code in the model's folder
     sleeps: bool = False  # gives its memory to the trainer between rollouts
+    routes: bool = False  # tells to which experts tokens were sent
     seed: int = 0  # of requests without one of their own
     flags: Mapping[str, Any] = field(default_factory=dict)
 
@@ -63,6 +68,8 @@ class EngineSpec:
         }
         if self.sleeps:
             owned["enable_sleep_mode"] = True
+        if self.routes:
+            owned |= RECORDING_ON_CPUS if self.cpu else {"enable_return_routed_experts": True}
         flags = self._defaults() | dict(self.flags) | owned
         return [sys.executable, "-m", "vime.serving.server", *command_words("vllm", flags)]
 
@@ -96,6 +103,8 @@ class EngineSpec:
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
             "PYTHONPATH": os.pathsep.join(filter(None, (_package_root(), os.environ.get("PYTHONPATH", "")))),
         }
+        if self.routes and not self.cpu:
+            variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # which alone records routes; where it cannot run it says why
         if self.devices:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
         if self.cpu:
@@ -160,6 +169,7 @@ class EngineServer:
             devices=tuple(devices),
             trust_remote_code=config.checkpoint.trust_remote_code,
             sleeps=config.cluster.offload_rollout and not is_cpu_build(),
+            routes=config.algorithm.use_rollout_routing_replay,
             seed=config.data.rollout_seed,
             flags=config.vllm,
         )
@@ -202,7 +212,7 @@ class EngineServer:
                 while not await self._is_up(control):  # noqa: ASYNC110  another process sets no event
                     await asyncio.sleep(POLL_S)
                 # the first request takes seconds, which would count against somebody's deadline
-                await check_generates(control, timeout_s=self._start_timeout_s)
+                await check_generates(control, timeout_s=self._start_timeout_s, routes=self._spec.routes)
         except TimeoutError:
             assert self._process is not None
             waited = f"{self._start_timeout_s:g} s"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from vime.serving.client import parse_generation, request_body
+from vime.serving.client import parse_generation, request_body, with_routes
 from vime.serving.control import EngineControl
 from vime.serving.http import EngineError, Late
 from vime.types import SamplingParams
@@ -19,15 +19,20 @@ ONE_TOKEN = SamplingParams(max_tokens=1, temperature=1.0, seed=0, ignore_eos=Tru
 LOOKS = 10  # for the progress of others
 
 
-async def check_generates(engine: EngineControl, timeout_s: float) -> None:
+async def check_generates(engine: EngineControl, timeout_s: float, *, routes: bool = False) -> None:
     """Makes the engine generate one token. A paused engine would hold the request: do not ask it.
 
+    Args:
+        routes: whether it must also tell to which experts the prompt was sent.
+
     Raises:
-        EngineError: it is unreachable or answers with an error; or within ``timeout_s`` there was no answer, and then,
-            within another ``timeout_s``, no token for anybody.
+        EngineError: it is unreachable, answers with an error, or tells no routes; or within ``timeout_s`` there was no
+            answer, and then, within another ``timeout_s``, no token for anybody.
     """
+    body = request_body([0], replace(ONE_TOKEN, routed_experts_prompt_start=0) if routes else ONE_TOKEN)
     try:
-        parse_generation(await engine.generate(request_body([0], ONE_TOKEN), timeout_s=timeout_s))
+        answer = await engine.generate(body, timeout_s=timeout_s)
+        with_routes(parse_generation(answer), answer, body, shape=None)
     except Late as late:
         if not await _others_progress(engine, timeout_s):
             raise EngineError(f"{late}, and generates nothing for others either") from None

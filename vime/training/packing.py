@@ -14,18 +14,21 @@ n samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vime.training.layers.context import ContextPart
 from vime.training.layers.rope import Rope
 from vime.training.layers.segments import Segments, Tree
+from vime.training.replay import RolloutRoutes
 from vime.types import InvalidSample, TrainSample, WeightVersion
 
-__all__ = ["Ahead", "MicroBatch", "PackedScores", "Packer"]
+__all__ = ["Ahead", "MicroBatch", "PackedScores", "Packer", "RankRoutes"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -60,6 +63,7 @@ class MicroBatch:
     response_lengths: tuple[int, ...]  # what lengths_n holds
     newest_version: WeightVersion | None  # of the weights that sampled a token; None where nobody knows
     scores: PackedScores
+    rollout_routes: RolloutRoutes | None = None  # where training is to follow them
     ahead: Ahead | None = None  # where a draft layer is trained
 
 
@@ -83,6 +87,7 @@ class Packer:
     multiple: int = 1  # packs are filled up to a multiple of this, by a segment that nobody looks at
     tree_tokens: int = 0  # samples share a prompt as long as the segment has no more tokens; 0: never
     part: ContextPart | None = None  # under context parallelism, which excludes shared prompts
+    routes: RankRoutes | None = None  # where training follows the routes of rollouts
     ahead: bool = False  # a draft layer is trained, which excludes shared prompts: what follows one is not one token
 
     def pack(self, samples: Sequence[TrainSample]) -> MicroBatch:
@@ -125,6 +130,7 @@ class Packer:
             total_lengths=tuple(sample.total_length for sample in samples),
             response_lengths=tuple(sample.response_length for sample in samples),
             newest_version=max((version for s in samples for version in s.weight_versions), default=None),
+            rollout_routes=None if self.routes is None else self._rollout_routes(layout, samples, self.routes),
             ahead=self._ahead(layout, predictors_t, targets_t) if self.ahead else None,
         )
 
@@ -169,6 +175,21 @@ class Packer:
             predicted_p=predicted.to(self.device) if which is None else predicted.to(self.device)[which],
         )
 
+    def _rollout_routes(self, layout: _Layout, samples: Sequence[TrainSample], wanted: RankRoutes) -> RolloutRoutes:
+        """Of this rank's tokens and layers."""
+        total = len(layout.tokens)
+        whole = np.full((len(wanted.columns), total, wanted.top_k), -1, np.int16)
+        for start, i, first, count in layout.pieces:
+            told = samples[i].routed_experts
+            if told is not None:
+                rows = told[first : first + count, list(wanted.columns.values())]
+                whole[:, start : start + len(rows)] = rows.swapaxes(0, 1)
+        here = torch.from_numpy(whole)
+        if self.part is not None:
+            here = here[:, self.part.tokens(total)]
+        here = here.chunk(wanted.parts, 1)[wanted.part].contiguous()
+        return RolloutRoutes(dict(zip(wanted.columns, here, strict=True)), complete=not bool((here < 0).any()))
+
     def _optional(self, values: Sequence[tuple[float, ...] | None]) -> Tensor | None:
         """Float32 [t]; None when a sample has none."""
         if any(value is None for value in values):
@@ -182,6 +203,26 @@ class Packer:
         return torch.tensor(values, dtype=torch.float32).to(self.device)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRoutes:
+    """Which of the routes of a rollout this rank needs: those of its layers and, with sequence parallelism, of a part
+    of the tokens."""
+
+    columns: Mapping[int, int]  # the place in ``TrainSample.routed_experts``, by the number of the layer
+    top_k: int
+    part: int = 0
+    parts: int = 1
+
+
+class Piece(NamedTuple):
+    """Tokens that lie in a pack as they do in a sample."""
+
+    start: int  # in the pack
+    sample: int
+    first: int  # in the sample
+    tokens: int
+
+
 @dataclass(slots=True)
 class _Layout:
     """A pack while it is put together."""
@@ -190,14 +231,17 @@ class _Layout:
     positions: list[int] = field(default_factory=list)
     trees: list[Tree] = field(default_factory=list)
     predictors: dict[int, list[int]] = field(default_factory=dict)  # of each sample's response tokens
+    pieces: list[Piece] = field(default_factory=list)
 
     def add(self, samples: Sequence[TrainSample], members: list[int]) -> None:
         """One segment: the prompt of all the members, then what is needed of each one's response."""
         prompt = _prompt(samples[members[0]])
+        self.pieces.append(Piece(len(self.tokens), _most_told(samples, members), 0, len(prompt)))
         self._append(prompt, 0)
         last = len(self.tokens) - 1
         for i in members:
             start, response = len(self.tokens), _response(samples[i])
+            self.pieces.append(Piece(start, i, len(prompt), len(response) - 1))
             self._append(response[:-1], len(prompt))
             self.predictors[i] = [last, *range(start, len(self.tokens))]
         lengths = [samples[i].response_length - 1 for i in members]
@@ -214,6 +258,12 @@ class _Layout:
     def _append(self, tokens: tuple[int, ...], first_position: int) -> None:
         self.tokens += tokens
         self.positions += range(first_position, first_position + len(tokens))
+
+
+def _most_told(samples: Sequence[TrainSample], members: list[int]) -> int:
+    """The one of some samples with the same prompt whose routes the prompt follows."""
+    told = {i: 0 if (routes := samples[i].routed_experts) is None else len(routes) for i in members}
+    return max(members, key=told.__getitem__)
 
 
 def _prompt(sample: TrainSample) -> tuple[int, ...]:

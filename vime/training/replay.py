@@ -1,9 +1,13 @@
 """Routes of mixture-of-experts models: which experts each token was sent to, kept to be followed again.
 
 The expert that a token goes to is a choice between scores, and scores that nearly tie come out differently when they
-are computed another way. Then the policy that is trained is not the one whose log-probs were taken. So the pass that
-takes the log-probs records the routes, and the training pass follows them (R2). Only the choice is repeated: the
-weights of the chosen experts are computed anew, and get their gradients.
+are computed another way. Then the policy that is trained is not the one that sampled, or not the one whose log-probs
+were taken. So routes are chosen once and followed from then on. With --use-routing-replay the pass that takes the
+log-probs chooses them (R2), with --use-rollout-routing-replay the engines have chosen them while they sampled (R3).
+Only the choice is repeated: the weights of the chosen experts are computed anew, and get their gradients.
+
+An engine does not tell the routes of every token. Of the others the router chooses, and what it chose in the log-prob
+pass is followed too.
 
 Routes belong to one micro-batch on one rank. They travel with it (``Segments.routes``), so that several micro-batches
 may be under way in a pipeline, and a layer that is recomputed in the backward pass follows the routes of its own.
@@ -11,19 +15,32 @@ may be under way in a pipeline, and a layer that is recomputed in the backward p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from vime.training.packing import MicroBatch
 
-__all__ = ["LayerRoutes", "Routes", "recorded"]
+__all__ = ["LayerRoutes", "RolloutRoutes", "Routes", "follow", "recorded"]
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutRoutes:
+    """What engines told of the tokens of one micro-batch on this rank, by the number of the layer.
+
+    It stays on the host, from where each layer takes its own when it is computed: altogether it would be several bytes
+    for each token, layer and expert.
+    """
+
+    experts: Mapping[int, Tensor]  # int16 [T, top_k]; negative where there is none
+    complete: bool  # there is one for every token
 
 
 @dataclass(slots=True)
@@ -32,9 +49,13 @@ class Routes:
 
     experts: dict[int, Tensor] = field(default_factory=dict)  # int16 [T, top_k]; int64 would be four times as much
     recording: bool = False
+    told: RolloutRoutes | None = None  # followed where nothing was recorded, and what is recorded follows it
 
     def at(self, layer: int) -> LayerRoutes:
         return LayerRoutes(self, layer)
+
+    def knows(self, layer: int) -> bool:
+        return layer in self.experts or (self.told is not None and layer in self.told.experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +73,38 @@ class LayerRoutes:
         Raises:
             KeyError: the layer was not recorded.
         """
-        if self.routes.recording:
-            found, experts = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-            self.routes.experts[self.layer] = experts.short()
-            return found, experts
-        experts = self.routes.experts[self.layer].long()
-        assert experts.shape == (len(scores), topk), (experts.shape, scores.shape, topk)
+        experts, complete = self._known(scores.device)
+        if not complete:
+            _, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            experts = own if experts is None else torch.where(experts < 0, own, experts)
+            if self.routes.recording:
+                self.routes.experts[self.layer] = experts.short()
+        assert experts is not None and experts.shape == (len(scores), topk), (self.layer, scores.shape, topk)
         return scores.gather(1, experts), experts
+
+    def _known(self, device: torch.device) -> tuple[Tensor | None, bool]:
+        """int64 [T, top_k] and whether every token has a route; negative for those that have none."""
+        routes, told = self.routes, self.routes.told
+        if not routes.recording and (told is None or self.layer in routes.experts):
+            return routes.experts[self.layer].long(), True
+        if told is None:
+            return None, False
+        return told.experts[self.layer].to(device, non_blocking=True).long(), told.complete
+
+
+def follow(batches: Sequence[MicroBatch]) -> None:
+    """From now on these micro-batches are computed along the routes that engines told."""
+    for batch in batches:
+        batch.segments.routes = Routes(told=batch.rollout_routes)
 
 
 @contextmanager
 def recorded(batches: Sequence[MicroBatch]) -> Iterator[None]:
-    """What is computed of these micro-batches in the block chooses the routes that all later passes follow."""
-    found = [Routes(recording=True) for _ in batches]
+    """What is computed of these micro-batches in the block chooses the routes that all later passes follow.
+
+    It follows those that engines told itself.
+    """
+    found = [Routes(recording=True, told=batch.rollout_routes) for batch in batches]
     for batch, routes in zip(batches, found, strict=True):
         batch.segments.routes = routes
     yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from vime.algorithms import whitening
@@ -16,12 +18,14 @@ from vime.algorithms.distillation import distilled, teacher_gap
 from vime.checkpoints import ResumePoint
 from vime.errors import UserError
 from vime.models import ModelShape
+from vime.models.routes import RouteShape
 from vime.training.build import actor_shape, build_chunks, precision_fields
 from vime.training.checkpoint import load_weights, save_megatron
 from vime.training.draft import DraftObjective, embedding_lent
 from vime.training.estimates import advantages_of, drop_not_finite, weight_scales
 from vime.training.forward import is_last_stage, log_probs_of
 from vime.training.freezing import Selection
+from vime.training.layers.moe import Router
 from vime.training.loss import Given, importance_sampling, no_log_probs
 from vime.training.model_worker import (
     Clock,
@@ -33,9 +37,9 @@ from vime.training.model_worker import (
     sum_over_data_parallel,
 )
 from vime.training.outlet import WeightOutlet
-from vime.training.packing import MicroBatch
+from vime.training.packing import MicroBatch, Packer, RankRoutes
 from vime.training.records import Export
-from vime.training.replay import recorded
+from vime.training.replay import follow, recorded
 from vime.training.sampled_weights import SampledWeights
 from vime.training.step import Objective
 from vime.training.weight_sets import WeightSets
@@ -144,6 +148,25 @@ class TrainWorker(ModelWorker[Given]):
 
     def _shape(self) -> ModelShape:
         return actor_shape(self.config)
+
+    def _make_packer(self) -> Packer:
+        packer = super()._make_packer()
+        if not self.config.algorithm.use_rollout_routing_replay:
+            return packer
+        return dataclasses.replace(packer, routes=self._rank_routes())
+
+    def _rank_routes(self) -> RankRoutes:
+        """A draft layer, which comes behind all others, is in no rollout."""
+        shape, group = RouteShape.of(self.shape), parallel_state.get_tensor_model_parallel_group()
+        cut = self.config.parallel.sequence_parallel
+        routers = [each for chunk in self.chunks for each in chunk.modules() if isinstance(each, Router)]
+        columns = {layer + 1: column for column, layer in enumerate(shape.layers)}  # Megatron counts layers from 1
+        return RankRoutes(
+            columns={each.layer_number: columns[each.layer_number] for each in routers if each.layer_number in columns},
+            top_k=shape.top_k,
+            part=group.rank() if cut else 0,
+            parts=group.size() if cut else 1,
+        )
 
     def _objective(self) -> Objective[Given]:
         own = self._own_objective()
@@ -263,7 +286,7 @@ class TrainWorker(ModelWorker[Given]):
 
         With one step a rollout the old policy is the one that the step differentiates, so it needs no pass of its own,
         unless the pass is to choose routes. The reference routes for itself: it goes first, and leaves no routes. What
-        ``score`` has found in a pass without routes is not computed again.
+        ``score`` has found in a pass that chose no routes is not computed again.
         """
         scored = all(pack.scores.log_probs_t is not None for pack in packs)
         ref: LogProbs = [pack.scores.ref_log_probs_t for pack in packs]
@@ -272,11 +295,14 @@ class TrainWorker(ModelWorker[Given]):
         if REFERENCE in self._weight_sets and not scored:
             with clock.phase("ref_log_probs"), self._weight_sets.use(REFERENCE):
                 ref = self._log_probs(packs, "ref_")
-        replayed, engine = algorithm.use_routing_replay, off_policy.use_rollout_logprobs
+        chosen, engine = algorithm.use_routing_replay, off_policy.use_rollout_logprobs
+        replayed = chosen or algorithm.use_rollout_routing_replay
         moves = self.config.batch.num_steps_per_rollout > 1 or algorithm.kl_coef or off_policy.keep_old_actor
         moves = moves or self.config.distillation.use_opd
         wanted = (moves and not engine) or off_policy.tis_batch_normalize or self._hooks.want_log_probs
-        if replayed or (wanted and not scored):
+        if algorithm.use_rollout_routing_replay:
+            follow(packs)
+        if chosen or (wanted and not scored):
             with clock.phase("log_probs"), self._sampling_actor(packs), recorded(packs) if replayed else nullcontext():
                 old = self._log_probs(packs, "")
         for pack in packs if engine else ():

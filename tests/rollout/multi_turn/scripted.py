@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tests.rollout.fakes import routes_wanted
 from vime.types import Generation, SamplingParams
 
 Script = Callable[[str, int], str]
@@ -42,6 +43,7 @@ class ScriptedGenerator:
             log_probs=[-0.5 - number] * len(ids),
             weight_versions=[number + 1] * len(ids),
             finish_reason=reason,
+            routed_experts=routes_wanted(params, [*token_ids, *ids], number + 1) if ids else None,
         )
         self.answers.setdefault(session_id, []).append(answer)
         return answer

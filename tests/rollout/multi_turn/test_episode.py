@@ -7,9 +7,11 @@ import types
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.data.templates import CHATML, QWEN3, tokenizer_with
+from tests.rollout.fakes import routes_of
 from tests.rollout.multi_turn.scripted import ScriptedGenerator, turns
 from vime.config import Args
 from vime.data.codec import sample_from_json, sample_to_json
@@ -183,6 +185,26 @@ async def test_an_aborted_episode_goes_on_where_it_was(tokenizer: Any, after: in
     assert resumed.metadata["multi_turn"]["tool_calls"] == 2
     requests = [params.seed for _, params in generator.requests["42-5"]]
     assert requests == [derive_seed(11, "turn", number) for number in (0, 1, 1, 2)]
+
+
+async def test_every_token_of_an_episode_is_routed_once_by_the_first_that_computed_it(tokenizer: Any) -> None:
+    """Also what the tool said, and across an interruption; the engines are asked for no route twice."""
+    generator = ScriptedGenerator(tokenizer, turns(CALL, CALL, CALL, ANSWER), aborts=[1])
+    params = replace(PARAMS, routed_experts_prompt_start=0)
+    player = MultiTurn(generator, tokenizer, max_context=2048)
+    sample = await player.with_tools(asked(), params, [ToolFunction(add)])
+    assert sample.status is Status.ABORTED
+    sample = await player.with_tools(sample_from_json(sample_to_json(sample)), params, [ToolFunction(add)])
+    assert sample.status is Status.COMPLETED
+    found, length = [], 0
+    rounds = zip(generator.requests["42-5"], generator.answers["42-5"], strict=True)
+    for number, ((given, asked_for), answer) in enumerate(rounds):
+        assert asked_for.routed_experts_prompt_start == max(length - 1, 0)
+        known, length = max(length - 1, 0), len(given) + len(answer.token_ids)
+        found.append(routes_of(sample.tokens[:length], number + 1)[known:-1])
+    assert sample.rollout_routed_experts is not None
+    assert np.array_equal(sample.rollout_routed_experts, np.concatenate(found))
+    assert len(sample.rollout_routed_experts) == len(sample.tokens) - 1
 
 
 async def test_an_episode_whose_environment_remembers_begins_anew(tokenizer: Any) -> None:

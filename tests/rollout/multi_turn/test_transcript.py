@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.rollout.fakes import routes_of
 from vime.data.codec import sample_from_json, sample_to_json
 from vime.rollout.multi_turn.transcript import NotAppended, Transcript
 from vime.types import Generation, Sample, Status
@@ -135,6 +137,37 @@ def test_an_interrupted_sample_goes_on_where_it_was_also_after_a_checkpoint() ->
     assert sample.loss_mask == [1, 1, 0, 0, 0, 1, 1, 0]
     assert sample.weight_versions == [4, 4, 4, 4, 4, 5, 6, 6]
     assert sample.metadata["multi_turn"]["turns"] == [[0, 2], [5, 7]]
+
+
+def test_routes_only_ever_grow_also_after_a_checkpoint() -> None:
+    """An engine tells those of all that it was given and sampled, but of the last token; what was known stays."""
+    transcript = Transcript(PROMPT)
+    transcript.sampled(routed(transcript, [10, 11], version=1), transcript.tokens)
+    transcript.said([20, 21])
+    transcript.sampled(routed(transcript, [12], version=2), transcript.tokens)
+    sample = sample_from_json(sample_to_json(written(transcript)))
+    transcript = Transcript.of(sample)
+    transcript.sampled(routed(transcript, [13, 14], version=3), transcript.tokens)
+    transcript.said([22])
+    sample = written(transcript, sample)
+    tokens = [1, 2, 3, 10, 11, 20, 21, 12, 13, 14]
+    assert sample.tokens == [*tokens, 22]
+    first, second, third = (routes_of(tokens, version) for version in (1, 2, 3))
+    assert sample.rollout_routed_experts is not None
+    assert sample.rollout_routed_experts.tolist() == [*first[:4].tolist(), *second[4:7].tolist(), *third[7:9].tolist()]
+
+
+def test_a_copy_has_routes_of_its_own() -> None:
+    transcript = Transcript(PROMPT)
+    other = transcript.copy()
+    other.sampled(routed(other, [10, 11]), other.tokens)
+    assert transcript.routes is None and other.routes is not None and len(other.routes) == 4
+
+
+def routed(transcript: Transcript, token_ids: list[int], version: int = 1) -> Generation:
+    """With routes of the whole text, also where some are known."""
+    routes = routes_of([*transcript.tokens, *token_ids], version)[:-1]
+    return dataclasses.replace(generation(*token_ids), routed_experts=routes)
 
 
 def test_turns_of_an_interrupted_sample_stay_turns_when_its_tokens_are_masked_meanwhile() -> None:

@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING
 
 from vime.config.config import Config
 from vime.config.kinds import human_int
-from vime.config.rules.base import Violation, known
+from vime.config.rules.base import Violation, known, option
 from vime.config.rules.expected import EXPECTED, agrees
 from vime.errors import UserError
 
 if TYPE_CHECKING:
     from vime.models import ModelShape
+
+CANNOT_TELL_ROUTES = {
+    "decode_context_parallel_size": "an engine that divides contexts tells no routes",
+    "kv_transfer_config": "an engine that gets keys and values from elsewhere does not know where their tokens went",
+    "scheduler_cls": "on CPUs vime needs a scheduler of its own to record routes",
+    "worker_cls": "on CPUs vime needs a worker of its own to record routes",
+}
 
 
 def shape_of(config: Config) -> ModelShape | None:
@@ -116,12 +123,27 @@ def rotary_positions(config: Config) -> Iterator[Violation]:
 def routing_replay(config: Config) -> Iterator[Violation]:
     """Routes are those of experts, and Megatron's Sinkhorn routing cannot be told which to take."""
     shape = shape_or_none(config)
-    if not config.algorithm.use_routing_replay or shape is None:
+    for name in ("use_routing_replay", "use_rollout_routing_replay"):
+        if not getattr(config.algorithm, name) or shape is None:
+            continue
+        if shape.moe is None:
+            yield Violation(f"{option(name)} needs a mixture-of-experts model, which {shape.architecture} is not")
+        elif config.megatron.get("moe_router_load_balancing_type") == "sinkhorn":
+            yield Violation(f"{option(name)} and --moe-router-load-balancing-type sinkhorn exclude each other")
+
+
+def engines_tell_routes(config: Config) -> Iterator[Violation]:
+    """What keeps an engine from telling the routes of all tokens, or whatever samples from doing so."""
+    if not config.algorithm.use_rollout_routing_replay:
         return
-    if shape.moe is None:
-        yield Violation(f"--use-routing-replay needs a mixture-of-experts model, which {shape.architecture} is not")
-    elif config.megatron.get("moe_router_load_balancing_type") == "sinkhorn":
-        yield Violation("--use-routing-replay and --moe-router-load-balancing-type sinkhorn exclude each other")
+    flag = option("use_rollout_routing_replay")
+    if config.algorithm.is_sft:
+        yield Violation(f"{flag}: fine-tuning on given dialogues samples nothing, so there are no routes to follow")
+    if config.vllm.get("enable_prefix_caching") is False:
+        yield Violation(f"{flag} needs the prefix cache of the engines: leave out --no-vllm-enable-prefix-caching")
+    for name, why in CANNOT_TELL_ROUTES.items():
+        if config.vllm.get(name) not in (None, 1, "auto"):
+            yield Violation(f"{flag} and {option('vllm_' + name)} exclude each other: {why}", ("vllm_" + name,))
 
 
 def balancing_loss(config: Config) -> Iterator[Violation]:
@@ -219,6 +241,7 @@ RULES = (
     whole_weights,
     rotary_positions,
     routing_replay,
+    engines_tell_routes,
     balancing_loss,
     draft_layers,
     prompts_fit,

@@ -46,6 +46,9 @@ class Algorithm:
     use_routing_replay: bool = flag(
         False, help="Experts: training follows the routes that were chosen when the old log-probs were computed."
     )
+    use_rollout_routing_replay: bool = flag(
+        False, help="Experts: training and the old log-probs follow the routes that the engines chose while sampling."
+    )
     mtp_num_layers: int | None = flag(
         None, help="Layers for multi-token prediction that the checkpoint has behind the decoder."
     )

@@ -22,6 +22,7 @@ from typing import Any
 from vime.data.chat import ChatTemplate
 from vime.data.tokenizer import load_tokenizer
 from vime.errors import UserError
+from vime.models.routes import unrouted
 from vime.ports import Generator
 from vime.rollout.multi_turn.environment import Environment, EpisodeFailed, Turn
 from vime.rollout.multi_turn.templates import TurnTemplate
@@ -208,6 +209,7 @@ class MultiTurn:
         seed = None if params.seed is None else derive_seed(params.seed, "turn", number)
         session = sample.session_id or f"sample-{sample.index}"
         asked = replace(params, max_tokens=budget, min_tokens=min(params.min_tokens, budget), seed=seed)
+        asked = unrouted(asked, transcript.routes)
         generation = await self._generator.generate(given, asked, session_id=session)
         transcript.sampled(generation, given)
         return generation.finish_reason

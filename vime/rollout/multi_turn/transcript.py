@@ -2,7 +2,8 @@
 
 There are two ways to add to a transcript, and each knows what its tokens are:
 
-* ``sampled``: what an engine answered; trained (mask 1), with the log-probs and weight versions of the engine;
+* ``sampled``: what an engine answered; trained (mask 1), with the log-probs and weight versions of the engine, and with
+  the routes of all that it had not told yet;
 * ``said``: what the environment says (tool results, hints, the next question, what the template puts between turns);
   not trained (mask 0), log-prob 0, and the version of the sampled tokens around it.
 
@@ -19,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vime.errors import UserError
-from vime.types import Generation, Sample, Status, WeightVersion
+from vime.models.routes import joined
+from vime.types import Generation, RoutedExperts, Sample, Status, WeightVersion
 
 __all__ = ["METADATA_KEY", "NotAppended", "Transcript", "final_answer", "marked"]
 
@@ -50,6 +52,7 @@ class Transcript:
         self._log_probs: list[float] = []
         self._versions: list[WeightVersion | None] = []  # None: said before anything was sampled
         self._turns: list[range] = []
+        self._routes: RoutedExperts | None = None  # of the first tokens
 
     @classmethod
     def of(cls, sample: Sample) -> Transcript:
@@ -71,6 +74,7 @@ class Transcript:
         found._mask, found._log_probs = mask, log_probs
         found._versions = list(versions) or [None] * length
         found._turns = _turns_of(sample.metadata, mask, found._prompt_length)
+        found._routes = sample.rollout_routed_experts
         return found
 
     def copy(self) -> Transcript:
@@ -101,6 +105,11 @@ class Transcript:
     def loss_mask(self) -> tuple[int, ...]:
         """[T] 1 = sampled, 0 = said by the environment."""
         return tuple(self._mask)
+
+    @property
+    def routes(self) -> RoutedExperts | None:
+        """Where the first tokens were sent by the engines' routers, if they told."""
+        return self._routes
 
     @property
     def turns(self) -> tuple[range, ...]:
@@ -146,6 +155,7 @@ class Transcript:
             raise NotAppended("a generation has a log-prob that is not finite")
         begin = self._turns.pop().start if self.in_turn else len(self._tokens)
         self._append(ids, 1, generation.log_probs, generation.weight_versions)
+        self._routes = joined(self._routes, generation.routed_experts, len(self._tokens))
         if begin < len(self._tokens):
             self._turns.append(range(begin, len(self._tokens)))
 
@@ -160,7 +170,8 @@ class Transcript:
         self._append(ids, 0, [0.0] * len(ids), [version] * len(ids))
 
     def write(self, sample: Sample, *, status: Status, response: str) -> None:
-        """Fills ``sample``: tokens, mask, log-probs, versions, response, status, and where the turns are (metadata).
+        """Fills ``sample``: tokens, mask, log-probs, versions, routes, response, status, and where the turns are
+        (metadata).
 
         Raises:
             NotAppended: the sample holds tokens already that are not those with which this transcript begins.
@@ -176,6 +187,7 @@ class Transcript:
         sample.loss_mask = list(self._mask)
         sample.rollout_log_probs = list(self._log_probs)
         sample.weight_versions = self._known_versions()
+        sample.rollout_routed_experts = self._routes
         sample.status = status
         begin = self._prompt_length
         known = sample.metadata.get(METADATA_KEY) or {}

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 from vime.data.chat import ChatTemplate
 from vime.errors import EngineError, UserError
+from vime.models.routes import unrouted
 from vime.ports import Generator
 from vime.rollout.multi_turn import BadCall, Said, ToolCall, Transcript, TurnTemplate
 from vime.rollout.multi_turn.tool_calls import UNREADABLE, Parser, format_of, parser_of
@@ -254,7 +255,7 @@ class Session:
         """A transcript, followed by what the agent said and what the engines answered."""
         transcript = transcript.copy()
         transcript.said(said)
-        given = transcript.tokens
+        given, params = transcript.tokens, unrouted(params, transcript.routes)
         try:
             generation = await self._speaker.generator.generate(given, params, session_id=self._session_id)
             if generation.finish_reason != "abort":

@@ -69,7 +69,7 @@ class DraftBlock(MegatronModule):  # type: ignore[misc]
         does without the layer, records none."""
         (layer,) = self.layers
         routes, number = segments.routes, layer.transformer_layer.layer_number
-        if routes is not None and number not in routes.experts:
+        if routes is not None and not routes.knows(number):
             routes = None
         output: Tensor = layer(hidden_x1h, following_x1h, dataclasses.replace(segments, routes=routes, kept=None))
         return output
