@@ -15,22 +15,22 @@ from bench.work import MODEL, TASK, demo_flags
 from tests.e2e.harness import ROOT, Run
 from tests.gpu.hooks import TOKENS
 
-PROMPTS, ANSWERS = 8, 32
-DEADLINE_S = 140 if torch.cuda.is_available() else 400
+PROMPTS = 8
+DEADLINE_S = 200 if torch.cuda.is_available() else 400
 PLACES = {
     "colocated": ["--colocate"],
     "separate": ["--rollout-num-gpus", "1"],
 }
 
 
-def demo(save: Path, place: str, *more: str, hook: str = "keep_tokens") -> Run:
-    """Skips the test where the model or the task is missing."""
+def demo(save: Path, place: str, *more: str, answers: int, hook: str = "keep_tokens") -> Run:
+    """Of eight prompts a rollout. Skips the test where the model or the task is missing."""
     for path in (MODEL / "model.safetensors", TASK / "train.jsonl"):
         if not (ROOT / path).is_file():
             pytest.skip(f"there is no {path}; tools/fetch_smollm2.py and tools/make_arithmetic.py make them")
     words = [word for word in demo_flags() if word != "--colocate"]
-    sizes = ["--rollout-batch-size", str(PROMPTS), "--n-samples-per-prompt", str(ANSWERS)]
-    sizes += ["--global-batch-size", str(PROMPTS * ANSWERS), "--lr", "4e-5", "--vllm-max-num-seqs", "256"]
+    sizes = ["--rollout-batch-size", str(PROMPTS), "--n-samples-per-prompt", str(answers)]
+    sizes += ["--global-batch-size", str(PROMPTS * answers), "--vllm-max-num-seqs", str(PROMPTS * answers)]
     hooks = ["--rollout-sample-hook", f"tests.gpu.hooks:{hook}"]
     gpu = ["--vllm-enforce-eager", "--vllm-gpu-memory-utilization", "0.3"] if torch.cuda.is_available() else []
     return Run(save, *words, *PLACES[place], *sizes, *hooks, *gpu, *more, deadline_s=DEADLINE_S)

@@ -74,7 +74,7 @@ def engines(scratch: Path, *, colocated: bool) -> Iterator[dict[str, Served]]:
 def _served(kind: str, scratch: Path, *, colocated: bool) -> Served:
     folder = make_model(scratch / "model", dtype="bfloat16", **SIZES, **KINDS[kind])
     flags = ["--vllm-kv-cache-memory-bytes", str(KV_BYTES), "--vllm-max-model-len", "256"]
-    flags += ["--engine-start-timeout-s", "120" if ON_GPU else "300"]
+    flags += ["--engine-start-timeout-s", "180" if ON_GPU else "300"]
     flags += ["--vllm-gpu-memory-utilization", "0.1", "--vllm-enforce-eager"] if ON_GPU else []
     config = config_of(folder, *flags, *(["--colocate"] if colocated else []))
     devices = ("0" if colocated else "1",) if ON_GPU else ()

@@ -8,12 +8,13 @@ import pytest
 
 from bench.work import MODEL
 from tests.e2e.harness import ROOT, Run
-from tests.gpu.demo import ANSWERS, PROMPTS, demo, difference, group_rewards, rise, sampled
+from tests.gpu.demo import PROMPTS, demo, difference, group_rewards, rise, sampled
 
-STEPS = 10
+STEPS, ANSWERS = 10, 32
 LAST = STEPS - 1
 ROUNDING = 0.05
-"""Nats a token between bfloat16 and float32, on average; seen on a CPU: 0.04 before training, 0.01 behind it."""
+"""Nats a token between bfloat16 and float32, on average. On a CPU it was 0.04 before training and 0.007 in the last
+rollout, which was 0.7 away from the weights of the start."""
 
 
 @pytest.mark.one_gpu
@@ -28,8 +29,9 @@ def test_it_learns_with_the_engine_on_another_gpu(tmp_path: Path) -> None:
 
 def check(place: str, folder: Path) -> None:
     hf = folder / "hf_{rollout_id}"
-    saves = ["--save-interval", str(LAST), "--save-hf", str(hf), "--no-save-optim"]
-    with demo(folder / "run", place, "--num-rollout", str(STEPS), *saves) as run:
+    flags = ["--num-rollout", str(STEPS), "--lr", "4e-5"]
+    flags += ["--save-interval", str(LAST), "--save-hf", str(hf), "--no-save-optim"]
+    with demo(folder / "run", place, *flags, answers=ANSWERS) as run:
         run.finish()
         run.assert_nothing_is_left()
     assert_learns(run)
@@ -37,8 +39,8 @@ def check(place: str, folder: Path) -> None:
 
 
 def assert_learns(run: Run) -> None:
-    """From the first two rollouts to the last two, half of all answers turn right. In a run that learns nothing, eight
-    standard errors over 16 prompts on each side are not seen once in a million times."""
+    """From the first two rollouts to the last two, half of all answers turn right: on a CPU 0.91 of them, 20 standard
+    errors. In a run that learns nothing, eight of them over 16 prompts on each side do not come once in a million."""
     rows = [row for row in run.rows() if "train/loss" in row]
     assert [row["rollout_id"] for row in rows] == list(range(STEPS))
     assert not any(row["train/skipped_steps"] for row in rows)
@@ -52,4 +54,4 @@ def assert_weights(run: Run, trained: Path) -> None:
     """By transformers, under the weights that were saved before the last rollout, and those of the start."""
     rows = sampled(run, LAST)[:: PROMPTS * ANSWERS // 64]
     assert difference(rows, trained) < ROUNDING
-    assert difference(rows, ROOT / MODEL) > 10 * ROUNDING
+    assert difference(rows, ROOT / MODEL) > 5 * ROUNDING
