@@ -53,8 +53,9 @@ def rise(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]
 
 
 def sampled(run: Run, rollout_id: int) -> list[dict[str, Any]]:
-    """What ``hooks.keep_tokens`` wrote of one rollout."""
-    rows = [json.loads(line) for line in (run.save / TOKENS).read_text().splitlines()]
+    """What ``hooks.keep_tokens`` wrote of one rollout; the last line may still be being written."""
+    whole, _, _ = (run.save / TOKENS).read_text().rpartition("\n")
+    rows = [json.loads(line) for line in whole.splitlines()]
     return [row for row in rows if row["rollout_id"] == rollout_id]
 
 
