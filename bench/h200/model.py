@@ -26,18 +26,25 @@ QWEN3_4B = {
 }
 
 
-def make_folder(folder: Path, config: dict[str, object] = QWEN3_4B, *, seed: int = 0) -> Path:
-    """config.json, random bf16 weights of standard deviation 0.02 (norms are 1), a tokenizer that knows one word."""
-    import torch
-    from safetensors.torch import save_file
+def describe_model(folder: Path, config: dict[str, object]) -> Path:
+    """config.json and a tokenizer that knows one word, without weights."""
     from tokenizers import Tokenizer, models
-
-    from vime.models import load_shape, weight_map
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
+
+
+def make_folder(folder: Path, config: dict[str, object] = QWEN3_4B, *, seed: int = 0) -> Path:
+    """A described model with random bf16 weights of standard deviation 0.02 (norms are 1)."""
+    import torch
+    from safetensors.torch import save_file
+
+    from vime.models import load_shape, weight_map
+
+    describe_model(folder, config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
     tensors = {}

@@ -464,7 +464,9 @@ WARNINGS = {
     "--max-tokens-per-gpu 64": "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size",
     "--seq-length 4096": "--seq-length has no effect: samples are packed, and the model's own context counts",
     "--cp-comm-type a2a": "--cp-comm-type has no effect: context-parallel ranks gather keys and values",
-    "--moe-grouped-gemm": "--moe-grouped-gemm has no effect: vime multiplies by its experts in its own way",
+    "--moe-use-legacy-grouped-gemm": (
+        "--moe-use-legacy-grouped-gemm has no effect: vime multiplies by its experts in its own way"
+    ),
     "--wandb-project p": "--wandb-project has no effect without --use-wandb",
 }
 

@@ -29,7 +29,7 @@ def kernels(used: bool) -> Iterator[None]:
         current.cache_clear()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "glm4"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "glm4", "qwen3_moe", "glm4_moe"])
 def test_a_step_on_kernels_is_the_step_without(family: str, model_of: Callable[..., Path]) -> None:
     """llama: no norm of heads; qwen2: biases; qwen3: norms of heads; glm4: a part of each head is rotated."""
     found = []

@@ -138,7 +138,7 @@ def build_chunks(
         trainable: whether there are gradients at all.
     """
     megatron = transformer_config(shape, config)
-    blocks = modules(megatron.transformer_impl)
+    blocks = modules(megatron.transformer_impl, grouped_experts=config.megatron.get("moe_grouped_gemm") is not False)
     stages = megatron.virtual_pipeline_model_parallel_size
     parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)
     virtual: list[int | None] = [None] if stages is None else list(range(stages))

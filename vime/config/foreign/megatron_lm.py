@@ -69,7 +69,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "seq_length": _PACKED,
     "max_position_embeddings": _PACKED,
     "cp_comm_type": "context-parallel ranks gather keys and values",
-    "moe_grouped_gemm": _OWN_EXPERTS,
     "moe_use_legacy_grouped_gemm": _OWN_EXPERTS,
 }
 """By the key in ``config.megatron``: why a flag changes nothing. Megatron is not told of it."""

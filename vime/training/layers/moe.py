@@ -14,12 +14,15 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from vime.platform.megatron_moe import define_missing_gemm
+from vime.training.layers.dispatch import LocalDispatcher
 from vime.training.layers.segments import Segments
 from vime.training.replay import Routes
 
@@ -73,10 +76,13 @@ class Moe(MoELayer):  # type: ignore[misc]
     routes: Routes | None = None  # of the micro-batch that passes, and so is what fills it
     filling: Tensor | None = None
     moe_layer_recompute: bool
+    token_dispatcher: MoETokenDispatcher
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(config, submodules=self.parts, **kwargs)
         self._recomputed, self.moe_layer_recompute = self.moe_layer_recompute, False
+        if getattr(self.experts, "grouped", False) and LocalDispatcher.fits(config, self.token_dispatcher):
+            self.token_dispatcher = LocalDispatcher(config, get_default_pg_collection())
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Any:
         """[L, 1, H] → the same shape, and None: there is no bias."""
@@ -97,7 +103,7 @@ class MoeTransformerLayer(TransformerLayer):  # type: ignore[misc]
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
-def moe_spec(mlp: MLPSubmodules) -> type[Moe]:
+def moe_spec(mlp: MLPSubmodules, experts: type[SequentialMLP]) -> type[Moe]:
     """The layer with router, experts and, where the configuration has them, shared experts; each is built of ``mlp``.
 
     It is a class, not a ModuleSpec, because Megatron warns of specs for modules that it does not know.
@@ -105,7 +111,7 @@ def moe_spec(mlp: MLPSubmodules) -> type[Moe]:
     define_missing_gemm()
     parts = MoESubmodules(
         router=Router,
-        experts=ModuleSpec(module=SequentialMLP, submodules=mlp),
+        experts=ModuleSpec(module=experts, submodules=mlp),
         shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=mlp),
     )
     return type("Moe", (Moe,), {"parts": parts})

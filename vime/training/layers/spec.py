@@ -17,6 +17,7 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -26,6 +27,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from vime.models import ModelShape
 from vime.training.layers.attention import Attention
+from vime.training.layers.experts import GroupedExperts
 from vime.training.layers.mla import LatentAttention, LatentSubmodules
 from vime.training.layers.mlp import GatedMlp
 from vime.training.layers.moe import MoeTransformerLayer, moe_spec
@@ -44,6 +46,7 @@ class Modules:
     row_linear: type[Any] = RowParallelLinear
     norm: type[Any] = Norm
     attention: type[Any] = Attention
+    experts: type[SequentialMLP] = GroupedExperts
 
     @property
     def rotates(self) -> bool:
@@ -51,14 +54,17 @@ class Modules:
         return self.attention is Attention
 
 
-def modules(implementation: str = "local") -> Modules:
+def modules(implementation: str = "local", *, grouped_experts: bool = True) -> Modules:
     """The blocks of ``--transformer-impl``: "local" runs everywhere, "transformer_engine" needs that package.
+
+    Args:
+        grouped_experts: whether experts are computed together where kernels can do that (``--moe-grouped-gemm``).
 
     Raises:
         ValueError: transformer_engine is asked for and not installed.
     """
     if implementation != "transformer_engine":
-        return Modules()
+        return Modules(experts=GroupedExperts if grouped_experts else SequentialMLP)
     if importlib.util.find_spec("transformer_engine") is None:
         raise ValueError("--transformer-impl transformer_engine: the package transformer-engine is not installed")
     from megatron.core.extensions import transformer_engine as te
@@ -68,6 +74,7 @@ def modules(implementation: str = "local") -> Modules:
         row_linear=te.TERowParallelLinear,
         norm=te.TENorm,
         attention=te.TEDotProductAttention,
+        experts=SequentialMLP,
     )
 
 
@@ -94,7 +101,7 @@ def layer_spec(shape: ModelShape, config: TransformerConfig, blocks: Modules, *,
             self_attention=_latent_attention(shape, blocks) if shape.mla else _attention(config, blocks),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=blocks.norm,
-            mlp=moe_spec(mlp) if has_experts else ModuleSpec(module=GatedMlp, submodules=mlp),
+            mlp=moe_spec(mlp, blocks.experts) if has_experts else ModuleSpec(module=GatedMlp, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
         ),
     )
