@@ -277,7 +277,8 @@ def main() -> int:
         for name in names:
             begin = time.monotonic()
             results[name] = measured(name, gpus, folder)
-            print(f"{name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+            if "not_measured" not in results[name]:
+                print(f"{name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     rows = lines(results)
     print("\n".join(table(rows)), file=sys.stderr)
     told = {"command": " ".join(["python", "-m", "bench.h200", *sys.argv[1:]]), **machine()}
