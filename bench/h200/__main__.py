@@ -1,6 +1,6 @@
 """Every measure of vime on one or two H200s, as a table and as one JSON object.
 
-    python -m bench.h200 > bench/results/h200.json       # about 35 minutes on two GPUs
+    python -m bench.h200 > bench/results/h200.json       # about 40 minutes on two GPUs
     python -m bench.h200 --only train,sync --folder logs
 
 The table goes to stderr: what was measured, the target, the value, and whether it was reached. Each part is a module of
@@ -72,7 +72,7 @@ class Row:
 
     def _number(self, value: float) -> str:
         scaled, unit = (100 * value, " %") if self.unit == "%" else (value, f" {self.unit}" if self.unit else "")
-        return f"{scaled:.4g}{unit}"
+        return (f"{scaled:,.0f}" if abs(scaled) >= 1000 else f"{scaled:.4g}") + unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,10 @@ def median_of_later(result: Result, list_name: str, key: str) -> float:
 
 def precision(name: str, key: str) -> Callable[[Result], float]:
     return lambda result: float(result["precisions"][name][key])
+
+
+def of_step(name: str, key: str) -> Callable[[Result], float]:
+    return lambda result: float(result["results"][name][key])
 
 
 def ratio_to_offline(streams: str) -> Callable[[Result], float]:
@@ -133,6 +137,25 @@ PARTS: Mapping[str, Part] = {
                 at_most=0.03,
                 of=lambda r: r["overhead"],
             ),
+        ),
+    ),
+    "moe": Part(
+        words=("moe", "--only", "dense,grouped"),
+        timeout_s=240,
+        rows=(
+            Row(what="layers of Qwen3-30B-A3B, one GPU: MFU", unit="%", of=of_step("grouped", "mfu")),
+            Row(what="  tokens a second", of=of_step("grouped", "tokens_per_s")),
+            Row(what="  a dense model with the same work a token: MFU", unit="%", of=of_step("dense", "mfu")),
+            Row(what="  its tokens a second", of=of_step("dense", "tokens_per_s")),
+        ),
+    ),
+    "moe_spread": Part(
+        words=("moe", "--only", "grouped EP 2"),
+        timeout_s=240,
+        gpus=2,
+        rows=(
+            Row(what="the same, experts spread over two GPUs: MFU", unit="%", of=of_step("grouped, EP 2", "mfu")),
+            Row(what="  tokens a second of both", of=of_step("grouped, EP 2", "tokens_per_s")),
         ),
     ),
     "loss_memory": Part(
