@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.gpu.test_fused_model import kernels
-from tests.training.harness import config_of, started
+from tests.training.harness import config_of, on_ranks, started
 from vime.platform import current
+from vime.platform.sockets import free_port
 
 pytest.importorskip("triton", reason="Triton is installed with torch for GPUs only")
 
@@ -25,16 +27,19 @@ def with_kernels() -> AbstractContextManager[None]:
     return nullcontext() if ON_GPU else kernels(True)
 
 
-def passed(model: Path, flags: list[str], dtype: torch.dtype) -> dict[str, Tensor]:
+def passed(
+    model: Path, flags: list[str], dtype: torch.dtype, rank: int = 0, world_size: int = 1, port: int | None = None
+) -> dict[str, Tensor]:
     """Output and gradients of the last layer's experts and router, after two passes whose gradients add up."""
     from vime.training.layers.moe import Moe
 
-    with with_kernels(), started(config_of(model, *flags)) as worker:
+    place: dict[str, Any] = {"rank": rank, "world_size": world_size, "port": port}
+    with with_kernels(), started(config_of(model, *flags), **place) as worker:
         layer = [module for chunk in worker.chunks for module in chunk.modules() if isinstance(module, Moe)][-1]
         assert getattr(layer.experts, "grouped", False) is ("--no-moe-grouped-gemm" not in flags)
         for chunk in worker.chunks:
             chunk.zero_grad_buffer()
-        torch.manual_seed(0)
+        torch.manual_seed(rank)
         device = current().device()
         for _ in range(2):
             hidden = torch.randn(19, 1, worker.shape.hidden_size, device=device, dtype=dtype, requires_grad=True)
@@ -42,7 +47,22 @@ def passed(model: Path, flags: list[str], dtype: torch.dtype) -> dict[str, Tenso
             output.backward(torch.randn_like(output))
         assert hidden.grad is not None
         gradients = {name: each.main_grad.clone() for name, each in layer.named_parameters()}
-        return {"output": output.detach(), "hidden states": hidden.grad, **gradients}
+        found = {"output": output.detach(), "hidden states": hidden.grad, **gradients}
+        return {name: value.cpu() for name, value in found.items()}
+
+
+def on_a_rank(rank: int, world_size: int, model: Path, flags: list[str], ports: list[int]) -> list[dict[str, Tensor]]:
+    loop = ["--no-moe-grouped-gemm"]
+    found = passed(model, flags, torch.float32, rank, world_size, ports[0])
+    return [found, passed(model, [*flags, *loop], torch.float32, rank, world_size, ports[1])]
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """By the norm of differences."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name].double() - value.double()).norm() <= tolerance * value.double().norm(), name
+    assert any(bool(value.any()) for name, value in expected.items() if "experts" in name)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
@@ -53,8 +73,22 @@ def passed(model: Path, flags: list[str], dtype: torch.dtype) -> dict[str, Tenso
 def test_experts_together_are_experts_one_by_one(family: str, precision: str, model_of: Callable[..., Path]) -> None:
     flags, dtype, tolerance = DTYPES[precision]
     found = passed(model_of(family), flags, dtype)
-    expected = passed(model_of(family), [*flags, "--no-moe-grouped-gemm"], dtype)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (found[name].double() - value.double()).norm() <= tolerance * value.double().norm(), name
-    assert any(bool(value.any()) for name, value in expected.items() if "experts" in name)
+    assert_same(found, passed(model_of(family), [*flags, "--no-moe-grouped-gemm"], dtype), tolerance)
+
+
+SPREAD = {
+    "ep2": "--expert-model-parallel-size 2",
+    "tp2 etp2": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "tp2 ep2": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+    "--expert-tensor-parallel-size 1",
+}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs 2 GPUs, there is 1")
+@pytest.mark.parametrize(
+    "layout", ["ep2", *(pytest.param(each, marks=pytest.mark.slow) for each in SPREAD if each != "ep2")]
+)
+def test_spread_experts_together_are_experts_one_by_one(layout: str, model_of: Callable[..., Path]) -> None:
+    flags = ["--fp32", "--actor-num-gpus-per-node", "2", *SPREAD[layout].split()]
+    for found, expected in on_ranks(2, on_a_rank, model_of("qwen3_moe"), flags, [free_port(), free_port()]):
+        assert_same(found, expected, DTYPES["fp32"][2])

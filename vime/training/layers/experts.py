@@ -7,6 +7,7 @@ launch several small products for each of up to hundreds of experts, and wait fo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +41,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
             answer: tuple[Tensor, None] = super().forward(rows, tokens_per_expert, probs)
             return answer
         counts = tokens_per_expert.to(rows.device, non_blocking=True)
-        with lean(rows):
+        with nullcontext() if self.config.recompute_granularity == "full" else lean(rows):
             output: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
                 self, rows, probs, counts, *self._parameters_in_order()
             )

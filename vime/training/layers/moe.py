@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from vime.platform.megatron_moe import define_missing_gemm
-from vime.training.layers.dispatch import LocalDispatcher
+from vime.training.layers.dispatch import dispatcher
 from vime.training.layers.segments import Segments
 from vime.training.replay import Routes
 
@@ -81,8 +81,14 @@ class Moe(MoELayer):  # type: ignore[misc]
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(config, submodules=self.parts, **kwargs)
         self._recomputed, self.moe_layer_recompute = self.moe_layer_recompute, False
-        if getattr(self.experts, "grouped", False) and LocalDispatcher.fits(config, self.token_dispatcher):
-            self.token_dispatcher = LocalDispatcher(config, get_default_pg_collection())
+        if getattr(self.experts, "grouped", False):
+            self.token_dispatcher = dispatcher(
+                config,
+                self.token_dispatcher,
+                num_local_experts=self.num_local_experts,
+                local_expert_indices=self.local_expert_indices,
+                pg_collection=get_default_pg_collection(),
+            )
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Any:
         """[L, 1, H] → the same shape, and None: there is no bias."""
