@@ -29,6 +29,10 @@ PRODUCTS = (
     (256, 128, 64, 8, 3),
     (128, 128, 128, 8, 2),
     (128, 256, 32, 8, 4),
+    (128, 256, 64, 8, 3, True),
+    (128, 256, 64, 8, 4, True),
+    (128, 128, 64, 4, 4, True),
+    (128, 128, 64, 8, 4, True),
 )
 GRADIENTS = (
     (128, 256, 64, 8, 3),
@@ -39,8 +43,12 @@ GRADIENTS = (
     (128, 256, 32, 8, 4),
     (128, 128, 128, 8, 2),
     (64, 256, 64, 4, 4),
+    (128, 256, 64, 8, 3, True),
+    (128, 256, 64, 8, 4, True),
+    (128, 128, 64, 8, 4, True),
+    (256, 128, 64, 8, 3, True),
 )
-"""Tiles to try: rows, columns, depth, warps, stages."""
+"""Tiles to try: rows, columns, depth, warps, stages, whether loaded by descriptors."""
 
 Kind = str
 """forward, dgrad or wgrad"""

@@ -24,7 +24,8 @@ def parts(x: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (40, 72)], ids=["whole tiles", "parts of tiles"])
-def test_products_of_experts(counts: list[int], outputs: int, inputs: int) -> None:
+@pytest.mark.parametrize("described", [False, True], ids=["addresses", "descriptors"])
+def test_products_of_experts(counts: list[int], outputs: int, inputs: int, described: bool) -> None:
     from vime.training.kernels.grouped import (
         Addresses,
         Groups,
@@ -34,7 +35,7 @@ def test_products_of_experts(counts: list[int], outputs: int, inputs: int) -> No
         grouped_weight_gradients,
     )
 
-    tile = Tile(16, 32, 16, warps=4)
+    tile = Tile(16, 32, 16, warps=4, described=described)
     rows = sum(counts) + 3  # some rows belong to nobody
     weights = [torch.randn(outputs, inputs, device=DEVICE) for _ in counts]
     x, dy = torch.randn(rows, inputs, device=DEVICE), torch.randn(rows, outputs, device=DEVICE)

@@ -37,6 +37,7 @@ class Tile:
     depth: int
     warps: int = 8
     stages: int = 3
+    described: bool = False  # loaded by descriptors of the matrices (Hopper's TMA) instead of an address an element
 
 
 PRODUCT = Tile(128, 256, 64)
@@ -114,6 +115,42 @@ def _product(
 
 
 @triton.jit
+def _product_described(
+    x, addresses, y, tiles, rows, COLUMNS_IN_ALL: tl.constexpr, DEPTH_IN_ALL: tl.constexpr, TRANSPOSED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (COLUMNS_IN_ALL + COLUMNS - 1) // COLUMNS
+    tile = tl.program_id(0) // blocks
+    expert = tl.load(tiles + tile * 3)
+    first = tl.load(tiles + tile * 3 + 1)
+    end = tl.load(tiles + tile * 3 + 2)
+    if first < end:
+        weight = tl.load(addresses + expert).to(tl.pointer_type(x.dtype.element_ty))
+        left = tl.make_tensor_descriptor(x, [rows, DEPTH_IN_ALL], [DEPTH_IN_ALL, 1], [ROWS, DEPTH])
+        if TRANSPOSED:
+            right = tl.make_tensor_descriptor(
+                weight, [DEPTH_IN_ALL, COLUMNS_IN_ALL], [COLUMNS_IN_ALL, 1], [DEPTH, COLUMNS]
+            )
+        else:
+            right = tl.make_tensor_descriptor(
+                weight, [COLUMNS_IN_ALL, DEPTH_IN_ALL], [DEPTH_IN_ALL, 1], [COLUMNS, DEPTH]
+            )
+        column = tl.program_id(0) % blocks * COLUMNS
+        total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        for start in range(0, DEPTH_IN_ALL, DEPTH):
+            a = left.load([first, start])
+            if TRANSPOSED:
+                b = right.load([start, column])
+            else:
+                b = right.load([column, start]).T
+            total = tl.dot(a, b, total, input_precision="ieee")
+        row = first + tl.arange(0, ROWS)
+        columns = column + tl.arange(0, COLUMNS)
+        y_at = y + row.to(tl.int64)[:, None] * COLUMNS_IN_ALL + columns[None]
+        tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < end)[:, None] & (columns < COLUMNS_IN_ALL)[None])
+
+
+@triton.jit
 def _weight_gradient(
     dy, x, addresses, order, counts, ends, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, TYPE: tl.constexpr,
     ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -122,18 +159,18 @@ def _weight_gradient(
     blocks: tl.constexpr = across * ((OUTPUTS + ROWS - 1) // ROWS)
     expert = tl.load(order + tl.program_id(0) // blocks)
     address = tl.load(addresses + expert)
-    count = tl.load(counts + expert)
+    count = tl.load(counts + expert).to(tl.int32)
     needed = address != 0
     if ADD:
         needed = needed & (count > 0)
     if needed:
-        end = tl.load(ends + expert)
+        end = tl.load(ends + expert).to(tl.int32)
         block = tl.program_id(0) % blocks
         output = block // across * ROWS + tl.arange(0, ROWS)
         column = block % across * COLUMNS + tl.arange(0, COLUMNS)
         row = end - count + tl.arange(0, DEPTH)
-        dy_at = dy + row[:, None] * OUTPUTS + output[None]
-        x_at = x + row[:, None] * INPUTS + column[None]
+        dy_at = dy + row.to(tl.int64)[:, None] * OUTPUTS + output[None]
+        x_at = x + row.to(tl.int64)[:, None] * INPUTS + column[None]
         total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
         for start in range(0, count, DEPTH):
             there = (row < end - start)[:, None]
@@ -152,6 +189,52 @@ def _weight_gradient(
         if ADD:
             total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
         tl.store(at, total.to(TYPE), mask=inside)
+
+
+@triton.jit
+def _weight_gradient_described(
+    dy, x, addresses, order, counts, ends, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, TYPE: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    across: tl.constexpr = (INPUTS + COLUMNS - 1) // COLUMNS
+    blocks: tl.constexpr = across * ((OUTPUTS + ROWS - 1) // ROWS)
+    expert = tl.load(order + tl.program_id(0) // blocks)
+    address = tl.load(addresses + expert)
+    count = tl.load(counts + expert).to(tl.int32)
+    needed = address != 0
+    if ADD:
+        needed = needed & (count > 0)
+    if needed:
+        end = tl.load(ends + expert).to(tl.int32)
+        block = tl.program_id(0) % blocks
+        first_output = block // across * ROWS
+        first_column = block % across * COLUMNS
+        left = tl.make_tensor_descriptor(dy, [rows, OUTPUTS], [OUTPUTS, 1], [DEPTH, ROWS])
+        right = tl.make_tensor_descriptor(x, [rows, INPUTS], [INPUTS, 1], [DEPTH, COLUMNS])
+        total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        last = end - count % DEPTH
+        for start in range(end - count, last, DEPTH):
+            a = left.load([start, first_output])
+            b = right.load([start, first_column])
+            total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
+        if last < end:  # what follows are rows of another expert
+            there = (last + tl.arange(0, DEPTH) < end)[:, None]
+            a = tl.where(there, left.load([last, first_output]), 0.0)
+            b = tl.where(there, right.load([last, first_column]), 0.0)
+            total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
+        gradient = tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
+        output = first_output + tl.arange(0, ROWS)
+        column = first_column + tl.arange(0, COLUMNS)
+        at = gradient + output[:, None] * INPUTS + column[None]
+        inside = (output < OUTPUTS)[:, None] & (column < INPUTS)[None]
+        if ADD:
+            total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(at, total.to(TYPE), mask=inside)
+
+
+def _room(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Where a launch keeps its descriptors."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def grouped_product(x: Tensor, addresses: Tensor, outputs: int, groups: Groups, tile: Tile) -> Tensor:
@@ -177,6 +260,13 @@ def _launch_product(
     assert groups.height == tile.rows and x.is_contiguous(), (groups.height, tile, x.stride())
     y = x.new_empty(len(x), columns)
     grid: Any = (len(groups.tiles) * triton.cdiv(columns, tile.columns),)
+    if tile.described:
+        triton.set_allocator(_room)  # for this thread: gradients have one of their own
+        _product_described[grid](
+            x, addresses, y, groups.tiles, len(x), columns, x.shape[1], transposed,
+            tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        return y
     _product[grid](
         x, addresses, y, groups.tiles, columns, x.shape[1], transposed,
         tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages,
@@ -200,6 +290,13 @@ def grouped_weight_gradients(
     outputs, inputs = dy.shape[1], x.shape[1]
     blocks = triton.cdiv(outputs, tile.rows) * triton.cdiv(inputs, tile.columns)
     grid: Any = (len(order) * blocks,)
+    if tile.described:
+        triton.set_allocator(_room)
+        _weight_gradient_described[grid](
+            dy, x, addresses, order, groups.counts, groups.ends, len(x), outputs, inputs, TYPES[dtype], add,
+            tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        return
     _weight_gradient[grid](
         dy, x, addresses, order, groups.counts, groups.ends, outputs, inputs, TYPES[dtype], add,
         tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages,
