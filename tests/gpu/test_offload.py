@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.training.harness import batch_of, config_of, make_samples, started
+from vime.platform import current
 
 pytestmark = [
     pytest.mark.one_gpu,
@@ -64,3 +65,16 @@ def used_bytes() -> int:
     """Of the device, by all processes."""
     free, total = torch.cuda.mem_get_info()
     return total - free
+
+
+def test_host_memory_that_is_gone_leaves_its_place_to_others() -> None:
+    """The system gives the place to whatever is mapped next; a lock that stayed would make copies fail."""
+    size = 64 << 20
+    on_device = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    for value in range(4):
+        host = current().pinned(size)
+        assert host.is_pinned()
+        host.copy_(on_device.fill_(value), non_blocking=True)
+        torch.cuda.synchronize()
+        assert bool((host == value).all())
+        del host

@@ -68,7 +68,8 @@ class Platform:
     def pin(self, data: Tensor, *, read_only: bool = False) -> bool:
         """Locks the memory of a CPU tensor in place, so that the device copies at full speed and beside other work.
 
-        Returns whether it did; there is nothing to lock for on a CPU. The memory must live as long as the process.
+        Returns whether it did; there is nothing to lock for on a CPU. Before the memory goes, ``unpin`` it: what is
+        mapped at the same place afterwards would be taken for it, and copies to and from there fail.
         """
         if self.name == "cpu" or not len(data):
             return False
@@ -80,22 +81,29 @@ class Platform:
             )
         return int(status) == 0
 
+    def unpin(self, data: Tensor) -> None:
+        """Ends ``pin``, once the device has done what was queued. Does nothing for memory that is not locked."""
+        if self.name == "cuda" and len(data):
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(data.data_ptr())  # type: ignore[no-untyped-call]
+
     def pinned(self, size: int) -> Tensor:
-        """A uint8 tensor of ``size`` bytes that is locked in place.
+        """A uint8 tensor of ``size`` bytes that is locked in place for as long as it lives.
 
         Its pages are made by many threads at once: the driver alone would take a second for 2 GB. They are large where
         the system has such: it takes as long to lock a page of 2 MiB as one of 4 KiB.
         """
         if not size:
             return torch.empty(0, dtype=torch.uint8)
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = _Lockable(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         data = torch.frombuffer(memory, dtype=torch.uint8)
         pieces = data.split(TOUCHED_BYTES)  # type: ignore[no-untyped-call]
         with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1)) as threads:
             list(threads.map(Tensor.zero_, pieces))
-        self.pin(data)
+        if self.pin(data):
+            memory.locked_at = data.data_ptr()
         return data
 
     def memory_gib(self) -> dict[str, float]:
@@ -147,6 +155,18 @@ class Platform:
             from vime.platform.megatron_on_cpu import apply_patches
 
             apply_patches()
+
+
+class _Lockable(mmap.mmap):
+    """Memory that is unlocked before it is unmapped, when the last tensor made of it is gone."""
+
+    locked_at: int | None = None
+
+    def __del__(self) -> None:
+        if self.locked_at is not None:
+            with suppress(Exception):  # at the end of the process the driver may have gone before
+                torch.cuda.synchronize()
+                torch.cuda.cudart().cudaHostUnregister(self.locked_at)  # type: ignore[no-untyped-call]
 
 
 CPU = Platform(name="cpu", backend="gloo", segment_kernel=False, fused_kernels=False, slice_elements=1 << 20)

@@ -229,6 +229,8 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
     def _open(self, path: str, size: int) -> Tensor:
         """The sender's memory; mapped, and locked for copies to the device, when it is another than the last."""
         if self._opened is None or self._opened[:2] != (path, size):
+            if self._opened is not None:
+                platform().unpin(self._opened[2])
             data = open_shared(path, size)
             platform().pin(data, read_only=True)
             self._opened = path, size, data

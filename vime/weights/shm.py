@@ -46,6 +46,7 @@ class SharedBuffer:
 
     def close(self) -> None:
         """Gives the memory back once no reader maps it any more. Tensors made from ``data`` must be gone."""
+        current().unpin(self.data)
         del self.data
         self._map.close()
         os.close(self._fd)
