@@ -135,7 +135,7 @@ async def _in_turns(
             export = worker.export_weights(version, on_device=on_device)
             assert export is not None, "this process is the only rank"
             assert bool(export.handles) is on_device, "there is room"
-            transfer = (DeviceMemory if on_device else SharedMemory)(export, bucket_bytes=BUCKET_BYTES)
+            transfer = DeviceMemory(export) if on_device else SharedMemory(export, bucket_bytes=BUCKET_BYTES)
             worker.offload("rest")
             worker.offload("parameters")
             await wake(control, "weights")
