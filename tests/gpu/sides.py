@@ -1,20 +1,23 @@
-"""A trainer in this process and engines in others, on the same GPU or on two, and the ways of weights between them."""
+"""A trainer and engines, each in a process of its own, on one GPU or on two, and the ways of weights between them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+import traceback
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import psutil
 import torch
 
 from bench.h200.sync import LocalTrainer
 from tests.serving.conftest import generate_on, reference
 from tests.tiny import make_model
-from tests.training.harness import config_of
+from tests.training.harness import config_of, on_ranks, started
 from vime.config import Config
 from vime.serving.control import EngineControl
 from vime.serving.engine import EngineServer
@@ -23,7 +26,7 @@ from vime.types import Generation, SamplingParams
 from vime.weights.sync import sync_engines
 from vime.weights.transfers import Broadcast, DeviceMemory, SharedMemory
 
-ON_GPU = torch.cuda.is_available()
+ON_GPU = torch.cuda.device_count() > 0  # this process itself uses none
 KINDS: dict[str, dict[str, Any]] = {
     "tied": {"family": "qwen3", "tied": True},
     "untied": {"family": "qwen3", "tied": False},
@@ -33,7 +36,8 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initiali
 KV_BYTES = (4 << 30) if ON_GPU else (64 << 20)
 BUCKET_BYTES = 1 << 20
 """Each model has several of them."""
-TIMEOUT_S = 60.0
+TIMEOUT_S = 30.0
+DEADLINE_S = 120 if ON_GPU else 240
 PROMPT = range(10, 42)
 SAMPLED = SamplingParams(max_tokens=128, temperature=1.0, ignore_eos=True)
 
@@ -46,16 +50,18 @@ class Served:
     server: EngineServer
 
     @property
-    def folder(self) -> Path:
-        return Path(self.config.checkpoint.hf_checkpoint)
+    def pids(self) -> set[int]:
+        """Of all its processes."""
+        return {process.pid for process in psutil.Process(self.server.pid).children(recursive=True)}
 
-    @asynccontextmanager
-    async def control(self) -> AsyncIterator[EngineControl]:
-        control = EngineControl(self.server.url, "the engine")
-        try:
-            yield control
-        finally:
-            await control.close()
+
+@asynccontextmanager
+async def controlled(url: str) -> AsyncIterator[EngineControl]:
+    control = EngineControl(url, "the engine")
+    try:
+        yield control
+    finally:
+        await control.close()
 
 
 @contextmanager
@@ -82,6 +88,54 @@ def _served(kind: str, scratch: Path, *, colocated: bool) -> Served:
     return Served(config=config, server=server)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """What an engine sampled after a sync, against transformers in float32: mean differences, in nats a token."""
+
+    versions: set[int]  # that the engine says its tokens have
+    sent: float  # under the weights that were sent
+    before: float  # under those that it had before
+
+
+def compare(served: dict[str, Served], ways: Sequence[str], scratch: Path) -> dict[str, list[Compared] | str]:
+    """By kind of model and way of the weights: what two syncs brought, or the traceback of what went wrong.
+
+    The trainer is in a process of its own: what breaks its CUDA context breaks nothing else.
+    """
+    known = {kind: (each.config, each.server.url) for kind, each in served.items()}
+    (found,) = on_ranks(1, _compare, known, tuple(ways), scratch, deadline_s=DEADLINE_S)
+    return found  # type: ignore[no-any-return]
+
+
+def _compare(
+    rank: int, world_size: int, known: dict[str, tuple[Config, str]], ways: Sequence[str], scratch: Path
+) -> dict[str, list[Compared] | str]:
+    found: dict[str, list[Compared] | str] = {}
+    for kind, (config, url) in known.items():
+        for way in ways:
+            name = f"{kind} {way}"
+            try:
+                found[name] = _two_syncs(config, url, WAYS[way], scratch / name)
+            except Exception:  # the others are tried all the same
+                found[name] = traceback.format_exc()
+            print(f"{name}: {found[name]}", flush=True)
+    return found
+
+
+def _two_syncs(config: Config, url: str, way: Way, scratch: Path) -> list[Compared]:
+    with started(config) as worker:
+        turns = asyncio.run(way(url, worker, scratch, versions=2))
+    folders = [Path(config.checkpoint.hf_checkpoint), *(turn.folder for turn in turns)]
+    return [
+        Compared(
+            versions=set(turn.generation.weight_versions),
+            sent=turn.difference(turn.folder),
+            before=turn.difference(before),
+        )
+        for before, turn in zip(folders, turns, strict=False)
+    ]
+
+
 def move(worker: TrainWorker, scale: float = 0.02) -> None:
     """Other weights, as after some training."""
     with torch.no_grad():
@@ -103,11 +157,11 @@ class Turn:
         return float((torch.tensor(self.generation.log_probs) - expected).abs().mean())
 
 
-async def by_group(served: Served, worker: TrainWorker, scratch: Path, versions: int) -> list[Turn]:
+async def by_group(url: str, worker: TrainWorker, scratch: Path, versions: int) -> list[Turn]:
     """Changes the weights and sends them through a process group, as a run on separate devices does."""
     transfer = Broadcast(LocalTrainer(worker), bucket_bytes=BUCKET_BYTES)
     turns = []
-    async with served.control() as control:
+    async with controlled(url) as control:
         for version in range(1, versions + 1):
             folder = _moved(worker, scratch / str(version))
             await sync_engines(transfer, [control], version, timeout_s=TIMEOUT_S)
@@ -115,21 +169,19 @@ async def by_group(served: Served, worker: TrainWorker, scratch: Path, versions:
     return turns
 
 
-async def by_device(served: Served, worker: TrainWorker, scratch: Path, versions: int) -> list[Turn]:
+async def by_device(url: str, worker: TrainWorker, scratch: Path, versions: int) -> list[Turn]:
     """The same through memory of the device on which both take turns. The engine sleeps before and afterwards."""
-    return await _in_turns(served, worker, scratch, versions, on_device=True)
+    return await _in_turns(url, worker, scratch, versions, on_device=True)
 
 
-async def by_host(served: Served, worker: TrainWorker, scratch: Path, versions: int) -> list[Turn]:
+async def by_host(url: str, worker: TrainWorker, scratch: Path, versions: int) -> list[Turn]:
     """The same through shared memory of the machine."""
-    return await _in_turns(served, worker, scratch, versions, on_device=False)
+    return await _in_turns(url, worker, scratch, versions, on_device=False)
 
 
-async def _in_turns(
-    served: Served, worker: TrainWorker, scratch: Path, versions: int, *, on_device: bool
-) -> list[Turn]:
+async def _in_turns(url: str, worker: TrainWorker, scratch: Path, versions: int, *, on_device: bool) -> list[Turn]:
     turns = []
-    async with served.control() as control:
+    async with controlled(url) as control:
         for version in range(1, versions + 1):
             folder = _moved(worker, scratch / str(version))
             export = worker.export_weights(version, on_device=on_device)
@@ -147,6 +199,14 @@ async def _in_turns(
             worker.onload("parameters")
             worker.onload("rest")
     return turns
+
+
+class Way(Protocol):
+    async def __call__(self, url: str, worker: TrainWorker, scratch: Path, versions: int) -> list[Turn]:
+        """Changes the weights so often, and brings them to the engine each time."""
+
+
+WAYS: dict[str, Way] = {"device": by_device, "host": by_host, "group": by_group}
 
 
 def _moved(worker: TrainWorker, folder: Path) -> Path:

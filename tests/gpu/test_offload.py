@@ -1,15 +1,15 @@
-"""The trainer leaves the device and comes back as it was."""
+"""The trainer leaves the device and comes back as it was. Each test that trains has a process of its own."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.training.harness import batch_of, config_of, make_samples, started
+from tests.training.harness import batch_of, config_of, make_samples, on_ranks, started
+from vime.config import Config
 from vime.platform import current
 
 pytestmark = [
@@ -17,16 +17,24 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no device to leave"),
 ]
 GIB = 2**30
+DEADLINE_S = 60
 LARGER = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 8}
 """85 million parameters with 18 bytes each: 1.43 GiB."""
 
 
 @pytest.mark.parametrize("flags", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed optimizer"])
 def test_training_goes_on_as_if_nothing_had_moved(model_of: Callable[..., Path], flags: list[str]) -> None:
+    config = config_of(model_of("qwen3"), "--lr", "1e-2", *flags)
+    ((stays, leaves),) = on_ranks(1, gradient_norms, config, deadline_s=DEADLINE_S)
+    assert leaves == pytest.approx(stays, rel=1e-2)  # the attention kernel's backward pass adds in any order
+
+
+def gradient_norms(rank: int, world_size: int, config: Config) -> list[list[float]]:
+    """Of three steps: in a worker that stays, and in one that leaves the device and comes back after each."""
     batches = [batch_of(make_samples(seed=seed), rollout_id=seed) for seed in range(3)]
     found = []
     for leaves in (False, True):
-        with started(config_of(model_of("qwen3"), "--lr", "1e-2", *flags)) as worker:
+        with started(config) as worker:
             norms = []
             for batch in batches:
                 norms.append(worker.train(batch).steps[0]["train/grad_norm"])
@@ -37,34 +45,30 @@ def test_training_goes_on_as_if_nothing_had_moved(model_of: Callable[..., Path],
                     worker.onload("parameters")
                     worker.onload("rest")
             found.append(norms)
-    assert found[1] == pytest.approx(found[0], rel=1e-2)  # the attention kernel's backward pass adds in any order
+    return found
 
 
 def test_next_to_nothing_of_it_stays(model_of: Callable[..., Path]) -> None:
-    model = model_of("qwen3", **LARGER)
-    gc.collect()
-    before = torch.cuda.memory_allocated()
-    with started(config_of(model)) as worker:
+    (held,) = on_ranks(1, held_bytes, config_of(model_of("qwen3", **LARGER)), deadline_s=DEADLINE_S)
+    assert held["here"] > 1.4 * GIB
+    assert held["away"] < 0.1 * GIB  # a workspace of cuBLAS takes 32 MiB
+    assert held["given back"] > 1.3 * GIB, "others can have it"
+    assert held["back"] == pytest.approx(held["here"], abs=0.1 * GIB)
+
+
+def held_bytes(rank: int, world_size: int, config: Config) -> dict[str, int]:
+    """Of a worker that has trained; "given back" is what the whole process does not hold any more."""
+    held = {}
+    with started(config) as worker:
         worker.train(batch_of(make_samples()))
-        here = torch.cuda.memory_allocated() - before
-        used = used_bytes()
+        held["here"], reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         worker.offload("rest")
         worker.offload("parameters")
-        away = torch.cuda.memory_allocated() - before
-        given_back = used - used_bytes()
+        held["away"], held["given back"] = torch.cuda.memory_allocated(), reserved - torch.cuda.memory_reserved()
         worker.onload("parameters")
         worker.onload("rest")
-        back = torch.cuda.memory_allocated() - before
-    assert here > 1.4 * GIB
-    assert away < 0.1 * GIB  # a workspace of cuBLAS takes 32 MiB
-    assert given_back > 1.3 * GIB, "others can have it"
-    assert back == pytest.approx(here, abs=0.1 * GIB)
-
-
-def used_bytes() -> int:
-    """Of the device, by all processes."""
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+        held["back"] = torch.cuda.memory_allocated()
+    return held
 
 
 def test_host_memory_that_is_gone_leaves_its_place_to_others() -> None:
