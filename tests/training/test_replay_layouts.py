@@ -1,27 +1,33 @@
 """Routes that free routers choose in the log-prob pass are the ones that every rank trains with, in every layout.
 
-``test_expert_layouts.py`` shows that layouts compute the same along given routes; here each rank records its own.
+``test_expert_layouts.py`` shows that layouts compute the same along given routes; here each rank records its own, or
+takes those of its tokens and layers from samples.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.training.layouts import LAYOUTS, Matrix, Outcome, Row, _of, recompute, run_all
+from tests.training.layouts import LAYOUTS, Matrix, Outcome, Row, _of, compare, recompute, run_all
 from tests.training.test_layouts import PER_SAMPLE
 from vime.training import worker as worker_module
 from vime.training.layers.moe import Router
-from vime.training.packing import MicroBatch
+from vime.training.packing import MicroBatch, Packer
+from vime.training.replay import Routes
 from vime.training.worker import TrainWorker
+from vime.types import TrainSample
 
 EXPERTS = 8
 MOE = {"megatron": {"recompute_modules": ["moe"]}}
@@ -29,6 +35,10 @@ LAYOUTS.update(
     {
         "ep2 moe": _of(2, ep=2, **recompute("selective"), **MOE),
         "tp2 sp etp2": _of(2, tp=2, sp=True, etp=2),
+        "cp2 ep2": _of(2, cp=2, ep=2),
+        "tp2 sp ep2": _of(2, tp=2, sp=True, ep=2),
+        "tp2 sp ep2 etp2 do": _of(4, tp=2, sp=True, ep=2, etp=2, do=True),
+        "pp2 ep2 full": _of(4, pp=2, ep=2, **recompute("full", "uniform", 1)),
     }
 )
 PASSES = {"ep2 moe": 2, "tp2 sp etp2": 1, "pp2 vpp2 full": 2, "cp2 full": 2}
@@ -80,6 +90,28 @@ def flipped(worker: TrainWorker, left: Any) -> Iterator[Seen]:
         yield seen
 
 
+@contextmanager
+def told(worker: TrainWorker, left: Any) -> Iterator[None]:
+    """Samples have routes, which depend on the token, its position and the layer alone."""
+    pack = Packer.pack
+
+    def with_routes(self: Packer, samples: Sequence[TrainSample]) -> MicroBatch:
+        batch = pack(self, [dataclasses.replace(each, routed_experts=routes_of(each)) for each in samples])
+        batch.segments.routes = Routes(told=batch.rollout_routes)
+        return batch
+
+    with mock.patch.object(Packer, "pack", with_routes):
+        yield
+
+
+def routes_of(sample: TrainSample) -> np.ndarray:
+    """uint8 [L - 1, 3, 2]: the first of 4 layers is dense."""
+    tokens, layers = np.array(sample.tokens[:-1])[:, None], np.arange(3)
+    first = tokens * 31 + np.arange(len(tokens))[:, None] * 17 + layers * 7
+    experts = (first[..., None] + (1 + first % (EXPERTS - 1))[..., None] * np.arange(2)) % EXPERTS
+    return experts.astype(np.uint8)
+
+
 FREE = Row(
     family="qwen3_moe",
     overrides={"num_hidden_layers": 4},
@@ -94,11 +126,20 @@ ROWS = {
     "flipped": Row(family=FREE.family, overrides=FREE.overrides, flags=FLAGS, layouts=FREE.layouts, around=flipped),
 }
 
+TOLD = dataclasses.replace(FREE, flags=[*FREE.flags, "--use-rollout-routing-replay"], around=told)
+ROWS["told"] = TOLD
+SLOW = dataclasses.replace(TOLD, layouts=("cp2 ep2", "tp2 sp ep2", "tp2 sp ep2 etp2 do", "pp2 ep2 full"))
+
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(ROWS, tmp_path_factory.mktemp("routes"))
+
+
+@pytest.fixture(scope="module")
+def outcomes(matrix: Matrix) -> dict[str, list[Outcome]]:
     """By row and layout, of every rank."""
-    return run_all(2, Matrix(ROWS, tmp_path_factory.mktemp("routes")).works(2))
+    return run_all(2, matrix.works(2))
 
 
 @pytest.mark.parametrize("layout", PASSES)
@@ -130,3 +171,26 @@ def test_flipped_routes_are_followed_on_every_rank(layout: str, outcomes: dict[s
         assert all(torch.equal(chosen, seen.recorded[key].roll(EXPERTS // 2, 1)) for key, chosen in seen.used)
     for name in ("train/loss", "train/grad_norm"):
         assert abs(ranks[0].metrics[0][name] - straight.metrics[0][name]) > 1e-3
+
+
+@pytest.mark.parametrize("layout", PASSES)
+def test_a_layout_changes_no_number_along_the_routes_of_a_rollout(
+    layout: str, outcomes: dict[str, list[Outcome]], matrix: Matrix
+) -> None:
+    """Each rank has found those of its tokens and layers. Free routers come out elsewhere."""
+    deviation = compare(outcomes[f"told: {layout}"], matrix.alone("told"), "train/grad_norm")
+    print(layout, "|", deviation)
+    assert not deviation.exceeded(TOLD.tolerance)
+    assert (
+        abs(outcomes[f"free: {layout}"][0].metrics[0]["train/loss"] - matrix.alone("told").metrics[0]["train/loss"])
+        > 1e-3
+    )
+
+
+@pytest.mark.slow
+def test_no_layout_changes_a_number_along_the_routes_of_a_rollout(tmp_path: Path) -> None:
+    matrix = Matrix({"told": SLOW}, tmp_path)
+    for layout in SLOW.layouts:
+        deviation = matrix.deviation("told", layout)
+        print(layout, "|", deviation)
+        assert not deviation.exceeded(SLOW.tolerance), layout
