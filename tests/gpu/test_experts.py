@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.test_fused_model import kernels
-from tests.training.harness import config_of, on_ranks, started
+from tests.training.harness import batch_of, config_of, make_samples, on_ranks, started
 from vime.platform import current
 from vime.platform.sockets import free_port
 
@@ -28,15 +28,28 @@ def with_kernels() -> AbstractContextManager[None]:
 
 
 def passed(
-    model: Path, flags: list[str], dtype: torch.dtype, rank: int = 0, world_size: int = 1, port: int | None = None
+    model: Path,
+    flags: list[str],
+    dtype: torch.dtype,
+    rank: int = 0,
+    world_size: int = 1,
+    port: int | None = None,
+    *,
+    adds: bool | None = None,
 ) -> dict[str, Tensor]:
-    """Output and gradients of the last layer's experts and router, after two passes whose gradients add up."""
+    """Output and gradients of the last layer's experts and router, after two passes whose gradients add up.
+
+    Args:
+        adds: whether the kernel adds to Megatron's buffers, in place of what the configuration says.
+    """
     from vime.training.layers.moe import Moe
 
     place: dict[str, Any] = {"rank": rank, "world_size": world_size, "port": port}
     with with_kernels(), started(config_of(model, *flags), **place) as worker:
         layer = [module for chunk in worker.chunks for module in chunk.modules() if isinstance(module, Moe)][-1]
         assert getattr(layer.experts, "grouped", False) is ("--no-moe-grouped-gemm" not in flags)
+        if adds is not None:
+            layer.experts.config.gradient_accumulation_fusion = adds
         for chunk in worker.chunks:
             chunk.zero_grad_buffer()
         torch.manual_seed(rank)
@@ -49,6 +62,19 @@ def passed(
         gradients = {name: each.main_grad.clone() for name, each in layer.named_parameters()}
         found = {"output": output.detach(), "hidden states": hidden.grad, **gradients}
         return {name: value.cpu() for name, value in found.items()}
+
+
+def steps(model: Path, flags: list[str], rank: int, world_size: int, port: int) -> list[dict[str, float]]:
+    """Metrics of two steps of training."""
+    with with_kernels(), started(config_of(model, *flags), rank=rank, world_size=world_size, port=port) as worker:
+        for _ in range(2):
+            metrics = worker.train(batch_of(make_samples(seed=rank))).steps
+        return [{name: value for name, value in each.items() if not name.startswith("perf/")} for each in metrics]
+
+
+def trained_on_a_rank(rank: int, world_size: int, model: Path, flags: list[str], ports: list[int]) -> list[Any]:
+    loop = ["--no-moe-grouped-gemm"]
+    return [steps(model, [*flags, *more], rank, world_size, port) for more, port in zip(([], loop), ports, strict=True)]
 
 
 def on_a_rank(rank: int, world_size: int, model: Path, flags: list[str], ports: list[int]) -> list[dict[str, Tensor]]:
@@ -76,6 +102,13 @@ def test_experts_together_are_experts_one_by_one(family: str, precision: str, mo
     assert_same(found, passed(model_of(family), [*flags, "--no-moe-grouped-gemm"], dtype), tolerance)
 
 
+def test_gradients_are_added_to_megatrons_buffers(model_of: Callable[..., Path]) -> None:
+    """By the kernel, as it is with 16-bit weights on GPUs, or by Megatron, from gradients that the kernel wrote."""
+    flags, dtype, _ = DTYPES["fp32"]
+    found = passed(model_of("qwen3_moe"), flags, dtype, adds=True)
+    assert_same(found, passed(model_of("qwen3_moe"), flags, dtype, adds=False), 1e-6)
+
+
 SPREAD = {
     "ep2": "--expert-model-parallel-size 2",
     "tp2 etp2": "--tensor-model-parallel-size 2 --sequence-parallel",
@@ -92,3 +125,14 @@ def test_spread_experts_together_are_experts_one_by_one(layout: str, model_of: C
     flags = ["--fp32", "--actor-num-gpus-per-node", "2", *SPREAD[layout].split()]
     for found, expected in on_ranks(2, on_a_rank, model_of("qwen3_moe"), flags, [free_port(), free_port()]):
         assert_same(found, expected, DTYPES["fp32"][2])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs 2 GPUs, there is 1")
+def test_weights_are_gathered_and_gradients_reduced_during_the_passes(model_of: Callable[..., Path]) -> None:
+    flags = ["--fp32", "--actor-num-gpus-per-node", "2", "--use-distributed-optimizer", "--lr", "1e-3"]
+    flags += ["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "5000"]
+    ports = [free_port(), free_port()]
+    for found, expected in on_ranks(2, trained_on_a_rank, model_of("qwen3_moe"), flags, ports):
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, rel=1e-4, abs=1e-6)

@@ -23,8 +23,9 @@ LARGER = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads":
 
 
 @pytest.mark.parametrize("flags", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed optimizer"])
-def test_training_goes_on_as_if_nothing_had_moved(model_of: Callable[..., Path], flags: list[str]) -> None:
-    config = config_of(model_of("qwen3"), "--lr", "1e-2", *flags)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_training_goes_on_as_if_nothing_had_moved(family: str, flags: list[str], model_of: Callable[..., Path]) -> None:
+    config = config_of(model_of(family), "--lr", "1e-2", *flags)
     ((stays, leaves),) = on_ranks(1, gradient_norms, config, deadline_s=DEADLINE_S)
     assert leaves == pytest.approx(stays, rel=1e-2)  # the attention kernel's backward pass adds in any order
 
