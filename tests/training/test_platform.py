@@ -12,6 +12,7 @@ import torch
 
 from vime.platform import current
 from vime.platform.megatron_adam import SITES as ADAM_SITES
+from vime.platform.megatron_lists import SITES as LIST_SITES
 from vime.platform.megatron_moe import SITES as MOE_SITES
 from vime.platform.megatron_objects import SITES as OBJECT_SITES
 from vime.platform.megatron_on_cpu import PATCHES, Site, apply_patches
@@ -19,6 +20,7 @@ from vime.platform.megatron_wgrad import SITES as PRODUCT_SITES
 
 ALL_SITES = [
     *ADAM_SITES,
+    *LIST_SITES,
     *MOE_SITES,
     *OBJECT_SITES,
     *PRODUCT_SITES,

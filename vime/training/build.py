@@ -28,6 +28,7 @@ from vime.errors import UserError
 from vime.models import ModelShape, load_shape
 from vime.platform import current
 from vime.platform.megatron_adam import use_adam
+from vime.platform.megatron_lists import use_lists
 from vime.platform.megatron_wgrad import use_accumulating_products
 from vime.training.freezing import Selection, settle_frozen
 from vime.training.layers.moe import Router
@@ -249,6 +250,7 @@ def _gradient_config(config: Config) -> DistributedDataParallelConfig:
 def build_optimizer(chunks: list[Any], config: Config) -> Any:
     """AdamW with fp32 main weights; norms and biases are not decayed. The chunks must have their weights by now."""
     use_adam(GroupAdam)
+    use_lists()
     ours = config.optimizer
     precision = precision_fields(config)
     fields: dict[str, Any] = {

@@ -16,6 +16,8 @@ __all__ = ["Places", "collect", "places_of", "spread"]
 
 TOKENS = 16
 """Of a program that finds places."""
+ROWS = 8
+"""Of a program that copies them: enough bytes on their way to hide how long they take."""
 
 
 class Places(NamedTuple):
@@ -40,13 +42,14 @@ def _place(chosen, rank, pairs, rows, tokens, experts, top_k, TOKENS: tl.constex
 
 
 @triton.jit
-def _copy_rows(x, sources, y, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    source = tl.load(sources + row).to(tl.int64)
+def _copy_rows(x, sources, y, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    source = tl.load(sources + row, mask=row < rows, other=0).to(tl.int64)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = column < width
-        tl.store(y + row * width + column, tl.load(x + source * width + column, mask=inside), mask=inside)
+        inside = (row < rows)[:, None] & (column < width)[None]
+        value = tl.load(x + source[:, None] * width + column[None], mask=inside)
+        tl.store(y + row[:, None] * width + column[None], value, mask=inside)
 
 
 @triton.jit
@@ -80,8 +83,9 @@ def places_of(chosen: Tensor, top_k: int) -> Places:
 def _copied(x: Tensor, sources: Tensor) -> Tensor:
     y = x.new_empty(len(sources), x.shape[1])
     if y.numel():
-        grid: Any = (len(y),)
-        _copy_rows[grid](x, sources, y, x.shape[1], min(2048, triton.next_power_of_2(x.shape[1])), num_warps=8)
+        grid: Any = (triton.cdiv(len(y), ROWS),)
+        block = min(2048, triton.next_power_of_2(x.shape[1]))
+        _copy_rows[grid](x, sources, y, len(y), x.shape[1], ROWS, block, num_warps=8)
     return y
 
 
