@@ -36,9 +36,9 @@ def test_a_dense_model_has_no_routes(flags: Callable[..., list[str]], flag: str)
 
 
 @pytest.mark.parametrize("flag", [FLAG, "--use-routing-replay"])
-def test_sinkhorn_cannot_be_told_routes(moe_flags: Callable[..., list[str]], flag: str) -> None:
-    words = moe_flags(flag, "--moe-router-load-balancing-type", "sinkhorn")
-    assert f"{flag} and --moe-router-load-balancing-type sinkhorn exclude each other" in resolve(words).violations
+@pytest.mark.parametrize("way", ["--moe-router-load-balancing-type sinkhorn", "--moe-router-fusion"])
+def test_some_ways_to_choose_cannot_be_told_routes(moe_flags: Callable[..., list[str]], flag: str, way: str) -> None:
+    assert f"{flag} and {way} exclude each other" in resolve(moe_flags(flag, *way.split())).violations
 
 
 @pytest.mark.parametrize(

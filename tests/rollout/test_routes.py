@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ import pytest
 from tests.rollout.fakes import FakeGenerator, routes_of
 from vime.data.codec import sample_from_json, sample_to_json
 from vime.models.routes import RouteShape
+from vime.plugins import Hook
 from vime.rollout.conversion import to_rollout_batch
 from vime.rollout.generate import SingleTurn
+from vime.rollout.hooks import custom_conversion
 from vime.rollout.routes import with_checked_routes
 from vime.types import Group, InvalidSample, RolloutBatch, Sample, SamplingParams, Status
 
@@ -82,6 +85,20 @@ def test_a_batch_tells_how_many_of_the_tokens_that_are_computed_have_a_route() -
     routes = [sample.routed_experts for sample in batch.samples]
     assert np.array_equal(routes[0], routes_of([5, 6, 7])) and routes[2] is routes[3] is None
     assert routes[1] is not None and routes[1].tolist() == [some[0].tolist(), [[-1, -1], some[1, 1].tolist()]]
+
+
+def test_rows_of_a_custom_conversion_have_the_routes_of_samples_with_the_same_tokens() -> None:
+    def rows(args: Any, samples: list[Sample]) -> dict[str, Any]:
+        first, second, third = (sample.tokens for sample in samples)
+        tokens = [first, [4, *second[1:]], third]
+        return {"tokens": tokens, "response_lengths": [2, 2, 0], "rewards": [1.0] * 3}
+
+    custom = custom_conversion(
+        Hook(rows, "--flag", "mine:rows"), SimpleNamespace(reward_key=None, global_batch_size=3), None
+    )
+    batch = with_checked_routes(custom, SHAPE)(3, [[answered(0), answered(1), answered(2)]], scored)
+    assert [sample.routed_experts is not None for sample in batch.samples] == [True, False, False]
+    assert batch.metrics["rollout/routed_tokens"] == 3 / 9
 
 
 def test_wrong_routes_of_a_custom_function_are_named() -> None:

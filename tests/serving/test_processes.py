@@ -209,3 +209,22 @@ def test_a_real_engine_is_gone_when_its_parent_or_its_guard_is_killed(victim: st
     parent.wait()
     parent.stdout.close()
     assert set(os.listdir("/dev/shm")) <= shm_before
+
+
+def test_engines_record_routes_by_themselves_on_gpus_and_by_our_classes_on_cpus(tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen3_moe")
+    on_gpus, on_cpus = (EngineSpec(model=tmp_path, cpu=cpu, routes=True) for cpu in (False, True))
+    assert "--enable-return-routed-experts" in on_gpus.command("127.0.0.1", 8000)
+    assert on_gpus.environment()["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    words = on_cpus.command("127.0.0.1", 8000)
+    assert words[words.index("--worker-cls") + 1] == "vime.serving.recording.RecordingWorker"
+    assert words[words.index("--scheduler-cls") + 1] == "vime.serving.recording.RecordingScheduler"
+    assert "--enable-return-routed-experts" not in words
+
+
+def test_cpus_cannot_tell_the_routes_of_latent_attention(tmp_path: Path) -> None:
+    """vLLM turns its prefix cache off there."""
+    make_model(tmp_path, "deepseek_v3")
+    EngineSpec(model=tmp_path, cpu=False, routes=True)
+    with pytest.raises(UserError, match="--use-rollout-routing-replay needs the prefix cache of engines, which vLLM"):
+        EngineSpec(model=tmp_path, routes=True)

@@ -195,7 +195,8 @@ CUSTOM_CONVERT_SAMPLES = Contract(
     arguments=("args", "samples"),
     returns="A dict of lists with one entry a row, as many rows as a multiple of --global-batch-size: "
     f"{', '.join(REQUIRED)}, and perhaps {', '.join(OPTIONAL)}. What is left out is as the sample in that place has "
-    "it; of loss_masks and rollout_log_probs only if the response is its own. A row without a mask is not trained on "
+    "it; of loss_masks and rollout_log_probs only if the response is its own, of rollout_routed_experts only if all "
+    "tokens are. A row without a mask is not trained on "
     "where the sample was removed or has no reward.",
     trial=trials.try_convert,
     example="examples.plugins.rewards:centred_rows",

@@ -8,7 +8,7 @@ from typing import Any
 from vime.plugins.answers import numbers
 from vime.plugins.contract import WrongAnswer, shown
 from vime.rewards.values import Score, is_graded
-from vime.types import Sample, TokenScores, TrainSample
+from vime.types import RoutedExperts, Sample, TokenScores, TrainSample
 
 REQUIRED = ("tokens", "response_lengths", "rewards")
 PLACE = (0, 0)
@@ -24,6 +24,7 @@ OPTIONAL = (
     "rollout_log_probs",
     "teacher_log_probs",
     "weight_versions",
+    "rollout_routed_experts",
     "metadata",
 )
 
@@ -33,8 +34,9 @@ def train_rows(answer: Any, samples: Sequence[Sample], score: Score = Sample.sco
 
     Args:
         answer: a dict of lists: all of ``REQUIRED``, any of ``OPTIONAL``, all of one length. What is left out is as the
-            samples have it, if there is a row for each of them: indices, ``truncated``, ``train_metadata``, and where
-            the response is the sample's too its loss mask, versions and log-probs (of engine and teacher). A sample
+            samples have it, if there is a row for each of them: indices, ``truncated``, ``train_metadata``, where the
+            response is the sample's too its loss mask, versions and log-probs (of engine and teacher), and where all
+            tokens are, its routes. A sample
             that was removed or has no reward is not trained on then. Else a missing loss mask is all ones; a missing
             raw reward is the reward. A row may have no response: it keeps its place and is not trained on.
         score: reads the reward of a sample.
@@ -65,7 +67,7 @@ def _give_places(columns: dict[str, Any]) -> None:
     if not empty:
         return
     stand_ins = {"response_lengths": 1, "loss_masks": [0], "weight_versions": []}
-    stand_ins |= {"rollout_log_probs": None, "teacher_log_probs": None}
+    stand_ins |= {"rollout_log_probs": None, "teacher_log_probs": None, "rollout_routed_experts": None}
     for name in ("tokens", *stand_ins.keys() & columns.keys()):
         columns[name] = list(columns[name])
     for i in empty:
@@ -126,8 +128,17 @@ def _of_samples(samples: Sequence[Sample], given: Mapping[str, Any], score: Scor
         found = [getattr(sample, name) if is_own else None for sample, is_own in zip(samples, own, strict=True)]
         if not any(trained and row is None for trained, row in zip(used, found, strict=True)):
             columns[name] = found
+    columns["rollout_routed_experts"] = [
+        _routes_of(sample, tokens) for sample, tokens in zip(samples, given["tokens"], strict=True)
+    ]
     columns["weight_versions"] = [s.weight_versions if is_own else [] for s, is_own in zip(samples, own, strict=True)]
     return columns
+
+
+def _routes_of(sample: Sample, tokens: Any) -> RoutedExperts | None:
+    """Those of the sample, where a row has all its tokens."""
+    routes = sample.rollout_routed_experts
+    return routes if routes is not None and _integers(tokens, "tokens") == tuple(sample.tokens) else None
 
 
 def _has_response_of(sample: Sample, tokens: Any, length: Any) -> bool:
@@ -169,6 +180,7 @@ def _row(row: Mapping[str, Any], place: int) -> TrainSample:
         graded=row.get("graded", True),
         truncated=bool(row.get("truncated", False)),
         metadata=row.get("metadata"),
+        routed_experts=row.get("rollout_routed_experts"),
         scores=TokenScores(teacher_log_probs=_log_probs(row, "teacher_log_probs", place, length)),
     )
 

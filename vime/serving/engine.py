@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vime.config.foreign import command_words
 from vime.errors import UserError
+from vime.models import load_shape
 from vime.serving.control import EngineControl
 from vime.serving.health import check_generates
 from vime.serving.http import EngineError
@@ -52,6 +53,11 @@ class EngineSpec:
     def __post_init__(self) -> None:
         if not (self.model / "config.json").is_file():
             raise UserError(f"--hf-checkpoint {self.model}: there is no config.json; it must be a Hugging Face folder")
+        if self.routes and self.cpu and load_shape(self.model).mla is not None:
+            raise UserError(
+                "--use-rollout-routing-replay needs the prefix cache of engines, which vLLM 0.32 does not have on CPUs "
+                f"for models with latent attention, as in {self.model}"
+            )
 
     def command(self, host: str, port: int) -> list[str]:
         """The server's command line."""

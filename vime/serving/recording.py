@@ -49,12 +49,6 @@ class RecordingWorker(CPUWorker):  # type: ignore[misc]
     _drafted: dict[str, int]  # tokens of the step that nobody had sampled yet, by the request
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Raises ValueError where there is no prefix cache, with which the store keeps step."""
-        if not self.cache_config.enable_prefix_caching:
-            raise ValueError(
-                "--use-rollout-routing-replay needs the prefix cache, which vLLM 0.32 does not have on CPUs for models "
-                "with latent attention"
-            )
         super().initialize_from_config(kv_cache_config)
         self._connector = AuxOutputWorkerConnector(
             vllm_config=self.vllm_config, model=self.get_model(), kv_cache_config=kv_cache_config

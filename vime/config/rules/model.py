@@ -121,15 +121,18 @@ def rotary_positions(config: Config) -> Iterator[Violation]:
 
 
 def routing_replay(config: Config) -> Iterator[Violation]:
-    """Routes are those of experts, and Megatron's Sinkhorn routing cannot be told which to take."""
+    """Routes are those of experts, and two of Megatron's ways to choose cannot be told which to take."""
     shape = shape_or_none(config)
     for name in ("use_routing_replay", "use_rollout_routing_replay"):
         if not getattr(config.algorithm, name) or shape is None:
             continue
         if shape.moe is None:
             yield Violation(f"{option(name)} needs a mixture-of-experts model, which {shape.architecture} is not")
-        elif config.megatron.get("moe_router_load_balancing_type") == "sinkhorn":
+            continue
+        if config.megatron.get("moe_router_load_balancing_type") == "sinkhorn":
             yield Violation(f"{option(name)} and --moe-router-load-balancing-type sinkhorn exclude each other")
+        if config.megatron.get("moe_router_fusion"):
+            yield Violation(f"{option(name)} and --moe-router-fusion exclude each other")
 
 
 def engines_tell_routes(config: Config) -> Iterator[Violation]:
