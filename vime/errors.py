@@ -18,6 +18,11 @@ class EngineError(RuntimeError):
     """An engine or the router did not do what it was asked. The message names it, the call and the reason."""
 
 
+def last_line(text: str) -> str:
+    """Where last words name the cause: below a traceback, or the end of a log."""
+    return (text.strip() or "no reason is known").splitlines()[-1]
+
+
 NAMED_IN_MESSAGES = 5
 
 

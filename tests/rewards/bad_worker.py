@@ -1,7 +1,9 @@
 """A grader process with graders that misbehave."""
 
 import os
+import pathlib
 import signal
+import subprocess
 import sys
 import time
 
@@ -17,6 +19,10 @@ def grade(response, label, metadata):
             while True:
                 pass
         case "crash":
+            os._exit(3)
+        case "leave":
+            daemon = subprocess.Popen(["sleep", "60"])
+            pathlib.Path(label).write_text(str(daemon.pid))
             os._exit(3)
         case "bomb":
             bytearray(1 << 40)

@@ -55,6 +55,18 @@ async def test_a_process_that_ends_by_itself_is_an_error_and_replaced():
         assert pool.counts()["died"] == 1
 
 
+async def test_a_program_that_a_grader_leaves_behind_is_not_waited_for(tmp_path):
+    """It has the pipes of the grader, so that they are not closed when that ends."""
+    file = tmp_path / "pid"
+    async with asyncio.timeout(20), running(deadline_s=30.0) as pool:
+        try:
+            left = await pool.grade("x", "leave", str(file), {})
+            assert left.detail == "the grader process ended with exit status 3"
+            assert (await pool.grade("x", "", "2", {})).score == 2.0
+        finally:
+            os.kill(int(file.read_text()), signal.SIGKILL)
+
+
 async def test_an_idle_process_that_was_killed_is_replaced_before_the_next_grading():
     async with running(deadline_s=30.0) as pool:
         pid = int((await pool.grade("x", "pid", "", {})).score)

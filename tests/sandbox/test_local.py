@@ -456,6 +456,15 @@ def test_what_is_unreadable_is_cleaned_up_too(anywhere, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_cleaning_up_changes_nothing_of_the_folder_that_holds_the_directories(anywhere, tmp_path, monkeypatch):
+    """Also where the watcher, which is told to stop here, was faster."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    open_to_all(tmp_path)
+    mode = tmp_path.stat().st_mode
+    assert python(anywhere, "while True: print('x' * 1000)", output_bytes=5000).status is Outcome.OUTPUT
+    assert (list(tmp_path.iterdir()), tmp_path.stat().st_mode) == ([], mode)
+
+
 @pytest.mark.parametrize("files", [{"../a": ""}, {"/a": ""}, {"a/../../b": ""}, {"": ""}])
 def test_a_path_that_leaves_the_directory_is_refused(files):
     with pytest.raises(ValueError, match="relative path"):

@@ -17,6 +17,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
+from vime.errors import last_line
 from vime.rollout.tasks import cancel_all, together
 from vime.serving.control import EngineControl
 from vime.serving.fleet import Fleet, State
@@ -238,11 +239,6 @@ async def first_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> T:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def last_line(text: str) -> str:
-    """Where last words name the cause, below the end of a log."""
-    return (text.strip() or "no reason is known").splitlines()[-1]
 
 
 async def supervised(work: Coroutine[Any, Any, None], watch: Coroutine[Any, Any, NoReturn], failures: Failures) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from vime.processes import close_pipes, ended
+
 _MAX_LINE_BYTES = 1 << 20
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -112,9 +114,8 @@ class GraderProcess:
         """Ends the process at once and waits until it is gone."""
         if self.alive:
             self._process.kill()
-        await self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        await ended(self._process)
+        close_pipes(self._process)
         self._errors.close()
 
     async def _expect(self, state: str) -> None:
@@ -130,7 +131,7 @@ class GraderProcess:
         return record
 
     async def _how_it_ended(self) -> ProcessEnded:
-        code = await self._process.wait()
+        code = await ended(self._process)
         how = f"by signal {-code}" if code < 0 else f"with exit status {code}"
         last = self._last_error()
         kind = Killed if code == -signal.SIGKILL else ProcessEnded

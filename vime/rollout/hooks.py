@@ -24,7 +24,6 @@ from vime.plugins.answers import (
 from vime.plugins.contract import WrongAnswer, read_nothing
 from vime.plugins.hook import HookError
 from vime.plugins.rollout_trials import request_params
-from vime.plugins.threads import in_thread
 from vime.plugins.train_data import train_rows
 from vime.plugins.trial import is_coroutine_function
 from vime.ports import DataSource
@@ -33,6 +32,7 @@ from vime.rollout.evaluation import Evaluate, Evaluated
 from vime.rollout.manager import Collect
 from vime.rollout.runner import Generate, SampleHook
 from vime.rollout.sampling import Collected, Judge
+from vime.threads import in_thread
 from vime.types import Group, RolloutBatch, Sample, SamplingParams, TrainSample
 
 DAY_S = 86400.0

@@ -234,7 +234,9 @@ class _Watcher:
                 look = seen + max(_POLL_S, (seen - now) / _POLL_SHARE)
         seconds = time.monotonic() - start
         self._kill_all(child)
-        if os.getppid() != self.spec["parent"]:  # nobody is left who would clean up
+        # Nobody is left who would clean up. That may be so even if our parent is still the same: the kernel tells us of
+        # its end when the first of its threads ends.
+        if killed == "stopped" or os.getppid() != self.spec["parent"]:
             shutil.rmtree(self.spec["directory"], ignore_errors=True)
         _report(self.report_fd, seconds=seconds, **({"killed": killed} if killed else {}))
 

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias, get_args
 
-from vime.plugins.threads import in_thread
-from vime.sandbox.processes import close_pipes, ended
+from vime.processes import close_pipes, ended
 from vime.sandbox.types import DEFAULT_LIMITS, Files, Job, Limits, Outcome, Result, SandboxError
+from vime.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     try:
         async with asyncio.timeout(_GRACE_S):
             _signal(process, signal.SIGTERM)
-            await process.wait()
+            await ended(process)
     except TimeoutError:
         pass
     finally:
@@ -236,7 +236,8 @@ def _remove(directory: str) -> None:
 
     def retry(function: Any, path: str, _: Any) -> None:
         with contextlib.suppress(OSError):
-            os.chmod(os.path.dirname(path), stat.S_IRWXU)
+            if path != directory:  # whose parent is not ours
+                os.chmod(os.path.dirname(path), stat.S_IRWXU)
             os.chmod(path, stat.S_IRWXU)
             function(path)
 

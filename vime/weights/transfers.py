@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from vime.errors import last_line
 from vime.serving.control import EngineControl
 from vime.serving.http import EngineError
 from vime.types import WeightVersion
@@ -149,7 +150,11 @@ class Broadcast:
         if isinstance(failed, BaseException):
             raise failed
         if failed:  # the trainer knows who was late or gone, or has failed itself; the engines see only that it left
-            cause = f"the trainer says: {last_line(joined)}; " if isinstance(joined, BaseException) else ""
+            cause = (
+                f"the trainer says: {last_line(str(joined) or type(joined).__name__)}; "
+                if isinstance(joined, BaseException)
+                else ""
+            )
             raise SyncError({engine.url: f"{cause}{error}" for engine, error in failed.items()})
         if isinstance(joined, BaseException):
             raise joined
@@ -211,8 +216,3 @@ class Broadcast:
 
     def _engine_of(self, rank: int) -> EngineControl:
         return next(engine for engine, ranks in self._members.items() if rank in ranks)
-
-
-def last_line(error: BaseException) -> str:
-    """Where a remote error names its cause, below the traceback."""
-    return (str(error).strip() or type(error).__name__).splitlines()[-1]

@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 from vime.errors import EngineError, UserError
-from vime.plugins.threads import in_thread
 from vime.rollout.multi_turn.environment import Environment, EpisodeFailed, Turn
 from vime.rollout.multi_turn.tool_calls import BadCall, Parser, ToolCall
 from vime.rollout.tasks import together
+from vime.threads import in_thread
 from vime.types import Message
 
 __all__ = ["BadArguments", "Tool", "ToolFailed", "ToolFunction", "Tools", "checked_arguments", "definition_of"]

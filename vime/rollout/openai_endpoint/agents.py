@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from vime.processes import close_pipes, ended
 from vime.rewards.values import RewardFailed, to_number
 from vime.rollout.multi_turn.tool_calls import UNREADABLE
 from vime.rollout.multi_turn.transcript import METADATA_KEY
 from vime.rollout.openai_endpoint.server import MAX_TRANSCRIPTS, MODEL, Endpoint
 from vime.rollout.openai_endpoint.session import Kept, Session
-from vime.sandbox.processes import close_pipes, ended
 from vime.types import Message, Sample, SamplingParams, Status
 
 _GRACE_S = 5.0  # for an agent that is told to end

@@ -9,8 +9,8 @@ import pytest
 
 from tests.rollout.fakes import FakeSource
 from vime.plugins.hook import Hook, HookError
-from vime.plugins.threads import in_thread
 from vime.rollout.hooks import custom_rollout
+from vime.threads import in_thread
 
 
 async def test_result_and_error_come_back():
@@ -24,7 +24,7 @@ async def test_result_and_error_come_back():
 def test_a_function_that_does_not_return_keeps_no_process_alive():
     program = (
         "import asyncio, time\n"
-        "from vime.plugins.threads import in_thread\n"
+        "from vime.threads import in_thread\n"
         "async def main():\n"
         "    async with asyncio.timeout(0.1):\n"
         "        await in_thread(lambda: time.sleep(600), name='t')\n"
