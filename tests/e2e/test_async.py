@@ -20,11 +20,13 @@ def apart(flags: list[str]) -> list[str]:
 
 
 def test_without_staleness_train_async_makes_the_numbers_of_train(flags: list[str], tmp_path: Path) -> None:
-    """Bit for bit in float32: prompts, tokens, rewards, versions and losses."""
+    """Bit for bit in float32: prompts, tokens, rewards, versions and losses. Both run at the same time."""
     words = [*apart(flags), "--num-rollout", "3"]
-    with Run(tmp_path / "sync", *words) as sync:
+    with (
+        Run(tmp_path / "sync", *words) as sync,
+        Run(tmp_path / "async", *words, "--max-staleness", "0", script="train_async.py") as ahead,
+    ):
         sync.finish()
-    with Run(tmp_path / "async", *words, "--max-staleness", "0", script="train_async.py") as ahead:
         ahead.finish()
         ahead.assert_nothing_is_left()
     for rollout_id in range(3):

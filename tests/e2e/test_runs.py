@@ -21,21 +21,20 @@ TRAINER_METRICS = ("train/loss", "train/pg_loss", "train/kl_loss", "train/grad_n
 
 def test_a_killed_run_resumes_exactly_where_its_last_checkpoint_is(flags: list[str], tmp_path: Path) -> None:
     """Six rollouts at once, against a kill -9 after the third and three more: the same prompts, sampled tokens, rewards
-    and losses, bit for bit. The reference model takes part, so that its log-probs are covered too."""
+    and losses, bit for bit. The reference model takes part, so that its log-probs are covered too. The
+    whole run and the one that is killed stand beside each other: neither end touches the other."""
     reference = flags[flags.index("--hf-checkpoint") + 1]
     kl = ["--use-kl-loss", "--kl-loss-coef", "0.01", "--kl-loss-type", "k3", "--ref-load", reference]
     schedule = [*flags, *kl, "--num-rollout", "6", "--save-interval", "3"]
 
-    with Run(tmp_path / "whole", *schedule) as whole:
-        whole.finish()
-        whole.assert_nothing_is_left()
-
-    with Run(tmp_path / "killed", *schedule) as killed:
+    with Run(tmp_path / "whole", *schedule) as whole, Run(tmp_path / "killed", *schedule) as killed:
         saved = killed.save / "latest_checkpointed_iteration.txt"
         killed.wait_for(saved.exists, "the first checkpoint")
         killed.signal(signal.SIGKILL)
         killed.wait()
         killed.assert_nothing_is_left(but=RAY_AGENTS)
+        whole.finish()
+        whole.assert_nothing_is_left()
     assert saved.read_text().split() == ["2"]
 
     with Run(tmp_path / "killed", *schedule, "--load", str(killed.save)) as resumed:

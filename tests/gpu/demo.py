@@ -16,7 +16,7 @@ from tests.e2e.harness import ROOT, Run
 from tests.gpu.hooks import TOKENS
 
 PROMPTS = 8
-DEADLINE_S = 200 if torch.cuda.is_available() else 400
+PATIENCE_S = 200 if torch.cuda.is_available() else 400
 PLACES = {
     "colocated": ["--colocate"],
     "separate": ["--rollout-num-gpus", "1"],
@@ -33,7 +33,7 @@ def demo(save: Path, place: str, *more: str, answers: int, hook: str = "keep_tok
     sizes += ["--global-batch-size", str(PROMPTS * answers), "--vllm-max-num-seqs", str(PROMPTS * answers)]
     hooks = ["--rollout-sample-hook", f"tests.gpu.hooks:{hook}"]
     gpu = ["--vllm-enforce-eager", "--vllm-gpu-memory-utilization", "0.3"] if torch.cuda.is_available() else []
-    return Run(save, *words, *PLACES[place], *sizes, *hooks, *gpu, *more, deadline_s=DEADLINE_S)
+    return Run(save, *words, *PLACES[place], *sizes, *hooks, *gpu, *more, patience_s=PATIENCE_S)
 
 
 def group_rewards(run: Run, rollout_ids: Sequence[int]) -> list[float]:

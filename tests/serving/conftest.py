@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,19 +75,21 @@ def tied_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def exported(model: Path, scratch: Path) -> Path:
     """The model after the way through Megatron's format and back, as users take it: vLLM must be able to load that."""
+    from vime.training.convert import hf_to_torch_dist, torch_dist_to_hf  # what the two tools call
+
     megatron, back = scratch / "megatron", scratch / "exported"
-    there = ["tools/convert_hf_to_torch_dist.py", "--hf-checkpoint", model, "--save", megatron]
-    again = ["tools/convert_torch_dist_to_hf.py", "--input-dir", megatron / "iter_0000000", "--output-dir", back]
-    for command in (there, [*again, "--origin-hf-dir", model]):
-        subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True)
+    iteration = hf_to_torch_dist(["--hf-checkpoint", str(model), "--save", str(megatron)])
+    torch_dist_to_hf(iteration, back, model)
     return back
 
 
 @pytest.fixture(scope="session")
 def untied_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A Qwen2, which has an output layer of its own, and biases in its attention; exported from Megatron's format."""
+    """A Qwen2, which has an output layer of its own, and biases in its attention; exported from Megatron's format, and
+    served by two API servers."""
     folder = tmp_path_factory.mktemp("untied")
-    yield from serve(exported(make_model(folder / "model", "qwen2", tied=False), folder), folder)
+    model = exported(make_model(folder / "model", "qwen2", tied=False), folder)
+    yield from serve(model, folder, flags={"api_server_count": 2})
 
 
 @pytest.fixture

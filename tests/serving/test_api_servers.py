@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,7 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.serving.conftest import SAMPLED, TOLERANCE, Sender, Served, changed, largest_difference, reference, serve
-from tests.tiny import make_model
+from tests.serving.conftest import SAMPLED, TOLERANCE, Sender, Served, changed, largest_difference, reference
 from vime.serving import answers
 from vime.serving.client import RouterClient, request_body
 from vime.serving.control import GENERATE, EngineControl
@@ -23,11 +22,9 @@ LONG = SamplingParams(max_tokens=480, temperature=1.0, seed=0, ignore_eos=True)
 REQUESTS = 16
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("two")
-    model = make_model(folder / "model", "llama", tied=True)
-    yield from serve(model, folder, flags={"api_server_count": 2})
+@pytest.fixture
+def engine(untied_engine: Served) -> Served:
+    return untied_engine
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ async def serve() -> AsyncIterator[Callable[[Handler], Awaitable[RouterClient]]]
     async def start(handler: Handler) -> RouterClient:
         app = web.Application()
         app.router.add_post("/inference/v1/generate", handler)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()

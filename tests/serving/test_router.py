@@ -269,7 +269,7 @@ async def test_an_external_router_that_does_not_take_an_engine_in_time_is_an_err
     app = web.Application()
     app.router.add_get("/workers", none)
     app.router.add_post("/workers", hang)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     host, _, port = (await serve_on("127.0.0.1", runner)).removeprefix("http://").partition(":")
     monkeypatch.setattr("vime.serving.router.START_TIMEOUT_S", 0.3)
