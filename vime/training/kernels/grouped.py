@@ -153,6 +153,23 @@ def _product_described(
 
 
 @triton.jit
+def _write(gradient, total, output, column, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ADD: tl.constexpr):
+    """Writes a tile, or adds it, by halves: for the whole and what is there already there are too few registers."""
+    if total.shape[1] > 64:
+        halves = tl.permute(tl.reshape(total, (total.shape[0], 2, total.shape[1] // 2)), (0, 2, 1))
+        left, right = tl.split(halves)
+        _write(gradient, left, output, column, OUTPUTS, INPUTS, ADD)
+        _write(gradient, right, output, column + total.shape[1] // 2, OUTPUTS, INPUTS, ADD)
+    else:
+        columns = column + tl.arange(0, total.shape[1])
+        at = gradient + output[:, None] * INPUTS + columns[None]
+        inside = (output < OUTPUTS)[:, None] & (columns < INPUTS)[None]
+        if ADD:
+            total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(at, total.to(gradient.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _weight_gradient(
     dy, x, addresses, order, counts, ends, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, TYPE: tl.constexpr,
     ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -186,11 +203,7 @@ def _weight_gradient(
             dy_at += DEPTH * OUTPUTS
             x_at += DEPTH * INPUTS
         gradient = tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
-        at = gradient + output[:, None] * INPUTS + column[None]
-        inside = (output < OUTPUTS)[:, None] & (column < INPUTS)[None]
-        if ADD:
-            total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(at, total.to(TYPE), mask=inside)
+        _write(gradient, total, output, block % across * COLUMNS, OUTPUTS, INPUTS, ADD)
 
 
 @triton.jit
@@ -225,13 +238,7 @@ def _weight_gradient_described(
             b = tl.where(there, right.load([last, first_column]), 0.0)
             total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
         gradient = tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
-        output = first_output + tl.arange(0, ROWS)
-        column = first_column + tl.arange(0, COLUMNS)
-        at = gradient + output[:, None] * INPUTS + column[None]
-        inside = (output < OUTPUTS)[:, None] & (column < INPUTS)[None]
-        if ADD:
-            total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(at, total.to(TYPE), mask=inside)
+        _write(gradient, total, first_output + tl.arange(0, ROWS), first_column, OUTPUTS, INPUTS, ADD)
 
 
 def _room(size: int, alignment: int, stream: int | None) -> Tensor:
