@@ -6,13 +6,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import numpy as np
 import openai
 import pytest
 
 from tests.data.templates import CHATML, QWEN3, QWEN25, tokenizer_with
+from tests.rollout.fakes import routes_of
 from tests.rollout.multi_turn.scripted import ScriptedGenerator, turns
 from vime.errors import UserError
 from vime.rollout.openai_endpoint import Endpoint, Session, Speaker
@@ -101,6 +104,22 @@ async def test_a_dialogue_with_a_tool_is_one_sample_whose_trained_tokens_are_tho
     assert (sample.status, sample.metadata["multi_turn"]["answer"]) == (Status.COMPLETED, "It is 3.")
     sample.reward = 1.0
     sample.validate()
+
+
+async def test_every_token_of_a_dialogue_is_routed_once(tokenizer):
+    """Another dialogue, which begins with what was said in the first one, is routed by itself."""
+    generator = ScriptedGenerator(tokenizer, turns(CALL, ANSWER))
+    async with serving(generator, tokenizer, replace(PARAMS, routed_experts_prompt_start=0)) as client:
+        first = (await client.ask(ASKED, tools=[ADD])).choices[0]
+        history = [*ASKED, first.message.model_dump(exclude_none=True)]
+        await client.ask([*history, RESULT], tools=[ADD])
+        await client.ask([*history, RESULT | {"content": "four"}], tools=[ADD])
+    begun = len(generator.requests["42-5"][0][0]) + len(generator.answers["42-5"][0].token_ids) - 1
+    assert [params.routed_experts_prompt_start for _, params in generator.requests["42-5"]] == [0, begun, 0]
+    one, other = client.samples()
+    expected = [routes_of(one.tokens, 1)[:begun], routes_of(one.tokens, 2)[begun:-1]]
+    assert np.array_equal(one.rollout_routed_experts, np.concatenate(expected))
+    assert np.array_equal(other.rollout_routed_experts, routes_of(other.tokens, 3)[:-1])
 
 
 async def test_the_engine_continues_exactly_what_it_sampled_and_each_turn_has_a_seed_of_its_own(tokenizer):
