@@ -68,7 +68,7 @@ def steps(model: Path, flags: list[str], rank: int, world_size: int, port: int) 
     """Metrics of two steps of training."""
     with with_kernels(), started(config_of(model, *flags), rank=rank, world_size=world_size, port=port) as worker:
         for _ in range(2):
-            metrics = worker.train(batch_of(make_samples(seed=rank))).steps
+            metrics = worker.train(batch_of(make_samples(4, seed=rank))).steps
         return [{name: value for name, value in each.items() if not name.startswith("perf/")} for each in metrics]
 
 
@@ -107,6 +107,23 @@ def test_gradients_are_added_to_megatrons_buffers(model_of: Callable[..., Path])
     flags, dtype, _ = DTYPES["fp32"]
     found = passed(model_of("qwen3_moe"), flags, dtype, adds=True)
     assert_same(found, passed(model_of("qwen3_moe"), flags, dtype, adds=False), 1e-6)
+
+
+WAYS = {
+    "layers recomputed": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "experts recomputed": "--recompute-granularity selective --recompute-modules moe",
+    "some frozen": r"--freeze-params-name-list local_experts\.[02]\..*fc1",
+    "all frozen": "--freeze-params-name-list experts",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_training_is_that_of_experts_one_by_one(way: str, model_of: Callable[..., Path]) -> None:
+    flags = ["--fp32", "--lr", "1e-3", *WAYS[way].split()]
+    found, expected = trained_on_a_rank(0, 1, model_of("qwen3_moe"), flags, [free_port(), free_port()])
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
 
 
 SPREAD = {
