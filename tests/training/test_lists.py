@@ -57,6 +57,13 @@ def test_scaling_in_place() -> None:
     assert all(map(torch.equal, found, [each * 0.1 for each in numbers()]))
 
 
+def test_a_rank_without_a_share_of_a_group_scales_nothing() -> None:
+    """With a distributed optimizer; in Megatron's copies and in place."""
+    empty: list[Tensor] = []
+    clip_grads.multi_tensor_scale_impl(1, NOOP, [empty, empty], 0.1)
+    optimizer.multi_tensor_scale_impl(1, NOOP, [[], []], 1.0)
+
+
 def test_copies_round_to_the_type_of_weights() -> None:
     weights = [torch.nn.Parameter(torch.zeros_like(each, dtype=torch.bfloat16)) for each in numbers()]
     optimizer._multi_tensor_copy_this_to_that(numbers(), [weight.data for weight in weights])

@@ -43,9 +43,11 @@ def _norm(chunk_size: int, noop: Tensor, lists: list[list[Tensor]], per_tensor: 
 def _scale(chunk_size: int, noop: Tensor, lists: list[list[Tensor]], factor: float) -> None:
     """The second list becomes the first one, or itself, times a number."""
     source, target = lists
+    if not target:  # of a rank whose shard has nothing of a group
+        return
     if source is target:
         torch._foreach_mul_(target, factor)
-    elif target:
+    else:
         torch._foreach_copy_(target, source if factor == 1 else torch._foreach_mul(source, factor))
 
 
