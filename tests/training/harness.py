@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from vime.training.critic import CriticWorker
 from vime.training.model_worker import ModelWorker
 from vime.training.sft import SftWorker
 from vime.training.worker import TrainWorker
-from vime.types import TrainBatch, TrainSample, TrainStep
+from vime.types import CHILD_STRIDE, TrainBatch, TrainSample, TrainStep
 
 DEADLINE_S = 240
 
@@ -44,6 +45,18 @@ def make_samples(
     rng = random.Random(seed)
     prompts = [_tokens(rng, rng.randint(3, 12), vocab_size) for _ in range((count + 1) // 2)]
     return tuple(_sample(rng, i, prompts[i // 2], vocab_size, masked) for i in range(count))
+
+
+def make_children(drawn: int = 4) -> tuple[TrainSample, ...]:
+    """Samples that one generate call made of each of those that were drawn, by turns 3, 1, 2 and 1. The second of all
+    has nothing to train."""
+    places = [(parent, child) for parent in range(drawn) for child in range((3, 1, 2, 1)[parent % 4])]
+    samples = [
+        replace(sample, index=parent + child * CHILD_STRIDE, parent_index=parent, group_index=parent // 2)
+        for sample, (parent, child) in zip(make_samples(len(places), masked=True), places, strict=True)
+    ]
+    samples[1] = replace(samples[1], loss_mask=(0,) * samples[1].response_length)
+    return tuple(samples)
 
 
 def _tokens(rng: random.Random, count: int, vocab_size: int) -> tuple[int, ...]:

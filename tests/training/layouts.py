@@ -6,6 +6,7 @@ table of a test module (see ``test_layouts.py``) with
 * ``family`` and ``overrides``, as ``tests.tiny.make_model`` takes them;
 * ``flags`` of vime for everything but the layout;
 * ``layouts``, by name, from ``LAYOUTS``; add one there where another combination is wanted;
+* ``samples``, where others than 16 of one child each are to be trained;
 * ``mtp``, where the model is to have a layer for multi-token prediction;
 * ``tolerance``, where fp32's does not hold, with the reason;
 * ``around``, where something must be the same in all layouts that is not (the routes of a mixture of experts): a
@@ -42,7 +43,7 @@ from vime.training.model_worker import ModelWorker
 from vime.training.step import Learner
 from vime.training.weights_io import drain, dtype_of, global_parameters
 from vime.training.worker import TrainWorker
-from vime.types import RolloutBatch, TrainBatch, TrainStep
+from vime.types import RolloutBatch, TrainBatch, TrainSample, TrainStep
 
 Around = Callable[[TrainWorker, Any], AbstractContextManager[Any]]
 
@@ -165,6 +166,7 @@ class Row:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     tolerance: Tolerance = FP32
     around: Around = nothing_around
+    samples: Callable[[], Sequence[TrainSample]] = lambda: make_samples(16, masked=True)
     mtp: bool = False  # the model has a layer for multi-token prediction
     subject: Subject = field(default_factory=lambda: ACTOR)
 
@@ -215,9 +217,8 @@ def plan(row: Row, layout: Layout, models: tuple[Path, Path], left: Any = None) 
     """``models``: the actor's folder and the reference's."""
     actor, reference = models
     config = layout.applied(config_of(actor, *row.flags, "--load", str(actor), "--ref-load", str(reference)))
-    samples = make_samples(16, masked=True)
     replicas = layout.world_size // config.parallel.model_parallel_size
-    shares = split(RolloutBatch(rollout_id=0, samples=samples), replicas, config)
+    shares = split(RolloutBatch(rollout_id=0, samples=tuple(row.samples())), replicas, config)
     meeting = actor.parent / uuid4().hex
     return Work(config=config, around=row.around, subject=row.subject, shares=shares, meeting=meeting, left=left)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.training.harness import started_critic
+from tests.training.harness import make_children, started_critic
 from tests.training.layouts import FP32, LAYOUTS, Matrix, Row, Subject
 from tests.training.test_critic import set_head
 from vime.models import HfTensor, WeightRule, weight_map
@@ -75,7 +75,8 @@ TIED = dataclasses.replace(
     flags=["--fp32", *FLAGS, "--calculate-per-token-loss", "--balance-data"],
     layouts=("pp2", "cp2 full"),
 )
-ROWS = {"untied, per sample": UNTIED, "tied, per token": TIED}
+CHILDREN = dataclasses.replace(UNTIED, samples=lambda: make_children(16), layouts=("dp2", "pp2 vpp2", "cp2 do"))
+ROWS = {"untied, per sample": UNTIED, "tied, per token": TIED, "children": CHILDREN}
 SLOW_ROWS = {name: dataclasses.replace(row, layouts=tuple(LAYOUTS)) for name, row in ROWS.items()}
 
 

@@ -11,25 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.harness import config_of, free_port, make_samples, on_ranks, started
+from tests.training.harness import config_of, free_port, make_children, on_ranks, started
 from tests.training.test_step import GRADIENT_TOLERANCE, forward, gradients_by_hf_name, load_reference
 from vime.data.batching import make_train_batches
 from vime.types import CHILD_STRIDE, RolloutBatch, TrainBatch, TrainSample
 
 FLAGS = ["--fp32", "--clip-grad", "0", "--entropy-coef", "0.01"]
 HOOK = ["--rollout-data-postprocess-path", f"{__name__}:mask_a_child"]
-CHILDREN = (3, 1, 2, 1)  # of each drawn sample
-
-
-def make_children() -> tuple[TrainSample, ...]:
-    """Seven samples of which four were drawn; one child has nothing to train."""
-    places = [(parent, child) for parent, count in enumerate(CHILDREN) for child in range(count)]
-    samples = [
-        replace(sample, index=parent + child * CHILD_STRIDE, parent_index=parent, group_index=parent // 2)
-        for sample, (parent, child) in zip(make_samples(7, masked=True), places, strict=True)
-    ]
-    samples[1] = replace(samples[1], loss_mask=(0,) * samples[1].response_length)
-    return tuple(samples)
 
 
 def mask_a_child(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
