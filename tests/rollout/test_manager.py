@@ -131,6 +131,31 @@ async def test_evaluation_says_what_means_may_be_off_by_and_which_weights_answer
     assert all(describe(name).name != "eval/{name}" for name in metrics if name != "eval/a")
 
 
+async def test_an_evaluation_begins_anew_when_all_engines_come_back_with_newer_weights_on_the_way(caplog):
+    def groups():
+        return [[Sample(group_index=0, index=i, prompt="p") for i in range(4)]]
+
+    class Loses(FakeGenerator):
+        """All engines, in the middle of the second set."""
+
+        async def generate(self, token_ids, params, *, session_id):
+            if len(self.requests) == 6:
+                self.version = 8
+                manager.advanced(8, 1)
+            return await super().generate(token_ids, params, session_id=session_id)
+
+    sets = [
+        EvalSet(name=name, groups=groups, sampling=SamplingParams(max_tokens=4), score=Sample.score) for name in "ab"
+    ]
+    manager, generator, recorder = make(Loses(version=7), eval_sets=sets)
+    manager.synced(7, 7)
+    metrics = await manager.evaluate(7)
+    assert metrics["eval/weight_version/min"] == metrics["eval/weight_version/max"] == 8
+    assert len(generator.requests) == 16, "the set that was answered already is asked again"
+    assert [len(samples) for samples in recorder.recorded.values()] == [4, 4]
+    assert "before rollout 7 begins anew: the engines have version 8 of the weights, and had 7" in caplog.text
+
+
 async def test_an_aborted_sample_continues_where_it_stopped():
     generator = FakeGenerator(version=2)
     single = SingleTurn(generator, lambda prompt: PROMPT, str, max_context=64)

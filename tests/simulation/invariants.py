@@ -5,8 +5,7 @@
 * A sample's prompt is that of its group, its tokens, log-probs and versions are those that an engine had, in one piece
   from the prompt to the end, and its reward is that of this very answer.
 * No trained token is older than the mode allows.
-* An evaluation is answered to the end, by one version, that of the moment; by newer ones, too, where no engine was left
-  that had it and the trainer had them no more.
+* An evaluation is answered to the end, by one version, which the engines have to its end.
 * The run ends, and leaves nothing running.
 """
 
@@ -174,8 +173,7 @@ def _evaluations(outcome: Outcome) -> Iterator[str]:
         about = f"the evaluation before rollout {evaluation.rollout_id}"
         if evaluation.unfinished:
             yield f"{about} has {evaluation.unfinished} answers that are not whole"
-        later = range(min(evaluation.versions, default=0) + 1, evaluation.newest + 1)
-        if not set(later) <= outcome.history.unscheduled:
+        if not evaluation.versions <= {evaluation.newest}:
             versions = sorted(evaluation.versions)
             yield f"{about} was answered by versions {versions}, and the engines had {evaluation.newest}"
 

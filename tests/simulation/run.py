@@ -42,7 +42,7 @@ from vime.rollout.staleness import WeightHistory
 from vime.serving.client import RouterClient
 from vime.serving.fleet import Fleet
 from vime.serving.health import check_generates
-from vime.types import Group, RolloutBatch, Sample, TrainResult, WeightVersion, derive_seed
+from vime.types import Group, RolloutBatch, Sample, TrainResult, derive_seed
 
 ENDS_AFTER_S = 10_000.0
 MOST_STEPS = 400_000
@@ -187,7 +187,7 @@ class Driver:
             transport="nccl" if "broadcast" in self.scenario.features else "shm",
             ledger=FakeLedger(),  # type: ignore[arg-type]
             version=int(self._saved.get("weight_version", 1)) - 1,
-            unscheduled=self._advanced,
+            unscheduled=self.rollouts.advanced,
         )
         if self._saved:
             self.versions.load_state_dict(self._saved["weight_history"])
@@ -207,10 +207,6 @@ class Driver:
         finally:
             await self.rollouts.close()
             await hub.close()
-
-    def _advanced(self, version: WeightVersion, trainings: int) -> None:
-        self.world.history.unscheduled.add(version)
-        self.rollouts.advanced(version, trainings)
 
     async def _train(self) -> None:
         config = self.config

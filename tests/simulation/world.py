@@ -122,7 +122,6 @@ class History:
     syncs: dict[WeightVersion, Synced] = field(default_factory=dict)
     metrics: list[dict[str, float]] = field(default_factory=list)  # of rollouts, in order
     evaluations: list[Evaluation] = field(default_factory=list)
-    unscheduled: set[WeightVersion] = field(default_factory=set)  # no engine was left that had the one before
 
     def copy(self) -> History:
         return History(
@@ -130,7 +129,6 @@ class History:
             dict(self.syncs),
             list(self.metrics),
             list(self.evaluations),
-            set(self.unscheduled),
         )
 
 

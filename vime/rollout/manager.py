@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,8 @@ from vime.rollout.sampling import Collected, Sampler, group_order
 from vime.rollout.staleness import StalenessBound
 from vime.rollout.tasks import CANCEL_S, cancel_all, together
 from vime.types import Group, RolloutBatch, WeightVersion
+
+logger = logging.getLogger(__name__)
 
 Collect = Callable[[int], Awaitable[Collected]]
 """rollout_id → closed groups; what ``--rollout-function-path`` replaces."""
@@ -155,9 +158,20 @@ class RolloutManager:
         return self._eval_metrics(rollout_id, found)
 
     async def _evaluate_sets(self, rollout_id: int) -> Evaluated:
-        data = {}
-        for eval_set in self._eval_sets:
-            runner = eval_set.runner or self._runner
-            runs = (runner.run(g, rollout_id, eval_set.sampling, eval_set.name) for g in eval_set.groups())
-            data[eval_set.name] = eval_set.result(await together(runs))
-        return Evaluated(data=data)
+        """One version answers all: it begins anew where no engine was left that had it, and they came back with a newer
+        one."""
+        history = self._bound.history
+        while True:
+            version = history.version
+            found = {each.name: await self._answers(each, rollout_id) for each in self._eval_sets}
+            if history.version == version:
+                return Evaluated(data=found)
+            logger.warning(
+                "the evaluation before rollout %s begins anew: the engines have version %s of the weights, and had %s",
+                *(rollout_id, history.version, version),
+            )
+
+    async def _answers(self, eval_set: EvalSet, rollout_id: int) -> dict[str, Any]:
+        runner = eval_set.runner or self._runner
+        runs = (runner.run(group, rollout_id, eval_set.sampling, eval_set.name) for group in eval_set.groups())
+        return eval_set.result(await together(runs))
