@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,34 +64,55 @@ def check_first_step(row: dict[str, Any]) -> None:
     assert row["train/train_rollout_logprob_abs_diff_max"] < 1e-4
 
 
-def test_ctrl_c_ends_everything(flags: list[str], save: Path) -> None:
-    with Run(save, *flags, "--num-rollout", "100000") as run:
-        run.wait_for(lambda: len(run.rows()) >= 2, "two rollouts")
-        run.signal(signal.SIGINT)
-        assert run.wait() == 130
-        run.assert_nothing_is_left()
+@dataclass(frozen=True)
+class Ends:
+    """Runs that end in different ways, started at the same time: to start is most of what they do."""
+
+    by_ctrl_c: Run
+    by_its_engine: Run
+    by_its_rewards: Run
+
+
+@pytest.fixture(scope="module")
+def ends(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
+    folder = tmp_path_factory.mktemp("ends")
+    endless = [*flags, "--num-rollout", "100000"]
+    broken = list(endless)
+    broken[broken.index("--custom-rm-path") + 1] = "tests.e2e.hooks:broken"
+    with (
+        Run(folder / "ctrl_c", *endless) as by_ctrl_c,
+        Run(folder / "engine", *endless) as by_its_engine,
+        Run(folder / "rewards", *broken) as by_its_rewards,
+    ):
+        yield Ends(by_ctrl_c, by_its_engine, by_its_rewards)
+
+
+def test_ctrl_c_ends_everything(ends: Ends) -> None:
+    run = ends.by_ctrl_c
+    run.wait_for(lambda: len(run.rows()) >= 2, "two rollouts")
+    run.signal(signal.SIGINT)
+    assert run.wait() == 130
+    run.assert_nothing_is_left()
     assert run.output().splitlines()[-1] == "interrupted: every process was stopped"
 
 
-def test_a_killed_engine_ends_the_run_with_the_cause_last(flags: list[str], save: Path) -> None:
-    with Run(save, *flags, "--num-rollout", "100000") as run:
-        run.wait_for(lambda: len(run.rows()) >= 1, "a rollout")
-        (engine,) = [
-            process for process in run.named("vime.serving.server") if "guard.py" not in " ".join(process.cmdline())
-        ]
-        engine.kill()
-        assert run.wait() == 1
-        run.assert_nothing_is_left()
+def test_a_killed_engine_ends_the_run_with_the_cause_last(ends: Ends) -> None:
+    run = ends.by_its_engine
+    run.wait_for(lambda: len(run.rows()) >= 1, "a rollout")
+    (engine,) = [
+        process for process in run.named("vime.serving.server") if "guard.py" not in " ".join(process.cmdline())
+    ]
+    engine.kill()
+    assert run.wait() == 1
+    run.assert_nothing_is_left()
     end = run.output()[-1500:]
     assert "engine 0" in end and "Traceback" not in end, end
 
 
-def test_rewards_that_all_fail_end_the_run_and_say_why(flags: list[str], save: Path) -> None:
-    words = list(flags)
-    words[words.index("--custom-rm-path") + 1] = "tests.e2e.hooks:broken"
-    with Run(save, *words, "--num-rollout", "2") as run:
-        assert run.wait() == 1
-        run.assert_nothing_is_left()
+def test_rewards_that_all_fail_end_the_run_and_say_why(ends: Ends) -> None:
+    run = ends.by_its_rewards
+    assert run.wait() == 1
+    run.assert_nothing_is_left()
     last = run.output().splitlines()[-1]
     assert "rollout 0: no sample has a reward" in last and "the reward service is down" in last
 

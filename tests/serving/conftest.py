@@ -27,6 +27,7 @@ from vime.weights.transfers import BUCKET_BYTES, SharedMemory
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True)
+PROMPT = [5, 6, 7, 8, 9, 10]
 TOLERANCE = 1e-4  # nats; two float32 implementations of the same model differ by about 1e-6
 
 Weights = dict[str, torch.Tensor]
@@ -130,6 +131,15 @@ class Sender:
         return version, await sync_engines(SharedMemory(self, bucket_bytes=bucket_bytes), [self.control], version)
 
 
+@pytest.fixture
+async def tied(tied_engine: Served, control: EngineControl) -> AsyncIterator[Sender]:
+    """A sender to the tied engine, which has its original weights again afterwards, whatever became of it."""
+    sender = Sender(tied_engine.weights, control)
+    yield sender
+    control.dead = None
+    await sender.send(tied_engine.weights)
+
+
 def plan_of(weights: Weights) -> WeightPlan:
     return WeightPlan.of((name, tensor.shape, str(tensor.dtype)) for name, tensor in weights.items())
 
@@ -170,3 +180,9 @@ async def generate_on(engine: EngineControl, prompt: Sequence[int], params: Samp
 
 def largest_difference(generation: Generation, expected: torch.Tensor) -> float:
     return float((torch.tensor(generation.log_probs) - expected).abs().max())
+
+
+async def assert_serves(served: Served, control: EngineControl, weights: Weights) -> None:
+    generation = await generate_on(control, PROMPT)
+    expected = reference(served.folder, weights, PROMPT, generation.token_ids)
+    assert largest_difference(generation, expected) < TOLERANCE

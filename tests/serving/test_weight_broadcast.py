@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.serving.conftest import (
+    PROMPT,
     TOLERANCE,
     Sender,
     Served,
     Weights,
+    assert_serves,
     changed,
     generate_on,
-    largest_difference,
     plan_of,
     reference,
 )
@@ -28,7 +29,6 @@ from vime.weights.plan import WeightPlan
 from vime.weights.sync import SyncError, sync_engines
 from vime.weights.transfers import Broadcast
 
-PROMPT = [5, 6, 7, 8, 9, 10]
 BUCKET_BYTES = 40_000
 TIMEOUT_S = 60.0
 
@@ -62,19 +62,11 @@ class Trainer:
 
 
 @pytest.fixture
-async def trainer(tied_engine: Served, control: EngineControl) -> AsyncIterator[Trainer]:
+def trainer(tied_engine: Served, tied: Sender) -> Iterator[Trainer]:
     trainer = Trainer(tied_engine.weights)
     yield trainer
     if trainer.sender is not None:
         trainer.sender.close()
-    control.dead = None
-    await Sender(tied_engine.weights, control).send(tied_engine.weights)  # the next test finds the original weights
-
-
-async def assert_serves(engine: Served, control: EngineControl, weights: Weights) -> None:
-    generation = await generate_on(control, PROMPT)
-    expected = reference(engine.folder, weights, PROMPT, generation.token_ids)
-    assert largest_difference(generation, expected) < TOLERANCE
 
 
 async def test_new_weights_are_broadcast_in_buckets_as_often_as_wanted(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,28 +12,17 @@ import torch
 from safetensors.torch import save_file
 
 from tests.serving.conftest import (
-    TOLERANCE,
     Sender,
     Served,
     Weights,
+    assert_serves,
     changed,
-    generate_on,
-    largest_difference,
     plan_of,
-    reference,
 )
-from vime.serving.control import EngineControl
 from vime.weights.sync import SyncError, sync_engines
 from vime.weights.transfers import Disk
 
-PROMPT = [5, 6, 7, 8, 9, 10]
 NORM = "model.norm.weight"
-
-
-@pytest.fixture
-async def engine(tied_engine: Served, control: EngineControl) -> AsyncIterator[EngineControl]:
-    yield control
-    await Sender(tied_engine.weights, control).send(tied_engine.weights)  # the next test finds the original weights
 
 
 def write_folder(folder: Path, model: Path, weights: Weights) -> Path:
@@ -50,26 +39,18 @@ def write_folder(folder: Path, model: Path, weights: Weights) -> Path:
     return folder
 
 
-async def assert_serves(served: Served, engine: EngineControl, weights: Weights) -> None:
-    generation = await generate_on(engine, PROMPT)
-    expected = reference(served.folder, weights, PROMPT, generation.token_ids)
-    assert largest_difference(generation, expected) < TOLERANCE
-
-
 def proofs(served: Served) -> int:
     logs = (path.read_text(errors="replace") for path in served.folder.parent.glob("*.log"))
     return sum(log.count("the model computes with what was sent, 20 of 20") for log in logs)
 
 
-async def test_what_a_folder_has_is_served_and_proven(
-    engine: EngineControl, tied_engine: Served, tmp_path: Path
-) -> None:
+async def test_what_a_folder_has_is_served_and_proven(tied: Sender, tied_engine: Served, tmp_path: Path) -> None:
     new, before = changed(tied_engine.weights, seed=11), proofs(tied_engine)
     folder = write_folder(tmp_path / "version", tied_engine.folder, new)
     version = next(Sender.versions)
-    await sync_engines(Disk(plan_of(new), folder), [engine], version)
-    await assert_serves(tied_engine, engine, new)
-    assert await engine.weight_version() == version
+    await sync_engines(Disk(plan_of(new), folder), [tied.control], version)
+    await assert_serves(tied_engine, tied.control, new)
+    assert await tied.control.weight_version() == version
     assert proofs(tied_engine) == before + 1
 
 
@@ -95,7 +76,7 @@ def with_a_wrong_dtype(weights: Weights) -> Weights:
     ],
 )
 async def test_a_folder_without_the_plans_tensors_is_refused_and_the_old_weights_stay(
-    engine: EngineControl,
+    tied: Sender,
     tied_engine: Served,
     tmp_path: Path,
     spoil: Callable[[Weights], Weights] | None,
@@ -105,8 +86,8 @@ async def test_a_folder_without_the_plans_tensors_is_refused_and_the_old_weights
     if spoil is not None:
         write_folder(folder, tied_engine.folder, spoil(new))
     with pytest.raises(SyncError, match=rf"step 'load {folder}': engine 0 \(http://.*\).*{message}") as caught:
-        await sync_engines(Disk(plan_of(new), folder), [engine], next(Sender.versions))
+        await sync_engines(Disk(plan_of(new), folder), [tied.control], next(Sender.versions))
     assert "\n" not in str(caught.value)
-    engine.dead = None  # for the run it is; it may have loaded something
-    await engine.resume()
-    await assert_serves(tied_engine, engine, tied_engine.weights)
+    tied.control.dead = None  # for the run it is; it may have loaded something
+    await tied.control.resume()
+    await assert_serves(tied_engine, tied.control, tied_engine.weights)

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from tests.serving.conftest import (
+    PROMPT,
     SAMPLED,
     TOLERANCE,
     Sender,
     Served,
     Weights,
+    assert_serves,
     changed,
     generate_on,
-    largest_difference,
     plan_of,
     reference,
 )
@@ -25,27 +26,12 @@ from vime.types import SamplingParams
 from vime.weights.probe import ProbeFailed, probe
 from vime.weights.sync import SyncError
 
-PROMPT = [5, 6, 7, 8, 9, 10]
-
-
-@pytest.fixture
-async def tied(tied_engine: Served, control: EngineControl) -> AsyncIterator[Sender]:
-    sender = Sender(tied_engine.weights, control)
-    yield sender
-    await sender.send(tied_engine.weights)  # the next test finds the original weights
-
 
 @pytest.fixture
 async def untied(untied_engine: Served) -> AsyncIterator[Sender]:
     control = EngineControl(untied_engine.url, "engine 0")
     yield Sender(untied_engine.weights, control)
     await control.close()
-
-
-async def assert_serves(engine: Served, control: EngineControl, weights: Weights) -> None:
-    generation = await generate_on(control, PROMPT)
-    expected = reference(engine.folder, weights, PROMPT, generation.token_ids)
-    assert largest_difference(generation, expected) < TOLERANCE
 
 
 async def test_new_weights_are_served_with_a_tied_output_layer(tied: Sender, tied_engine: Served) -> None:
