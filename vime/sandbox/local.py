@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias, get_args
 
+from vime.deadlines import not_counted
 from vime.processes import close_pipes, ended
 from vime.sandbox.types import DEFAULT_LIMITS, Files, Job, Limits, Outcome, Result, SandboxError
 from vime.threads import in_thread
@@ -72,8 +73,12 @@ class LocalSandbox:
         """See ``Sandbox.run``."""
         job = Job.of(files, command, stdin, limits)
         isolation = await self.isolation()
-        async with self._slots:
+        with not_counted():
+            await self._slots.acquire()
+        try:
             return await self._run(isolation, job)
+        finally:
+            self._slots.release()
 
     async def isolation(self) -> Isolation:
         """How code is shut in here. Found out by trying, the first time.

@@ -23,6 +23,7 @@ from tests.rollout.openai_endpoint.test_sessions import ANSWER, CALL, trained
 from vime.errors import UserError
 from vime.observe.rollout_metrics import multi_turn_metrics
 from vime.rollout.openai_endpoint import Endpoint, Speaker, agent_of, agents, command_agent, generate, play
+from vime.sandbox import LocalSandbox
 from vime.types import Sample, SamplingParams, Status
 
 PARAMS = SamplingParams(max_tokens=400, seed=11)
@@ -104,6 +105,20 @@ async def test_an_agent_that_is_not_done_in_time_leaves_what_it_has_as_truncated
     assert time.monotonic() - start < 5
     assert (sample.status, tokenizer.decode(trained(sample))) == (Status.TRUNCATED, ANSWER)
     assert sample.metadata["multi_turn"]["failure"] == "not done within 1 s"
+
+
+async def test_the_wait_for_a_place_in_the_sandbox_is_not_the_agents(tokenizer):
+    sandbox = LocalSandbox(concurrency=1)
+    await sandbox.isolation()
+    other = asyncio.create_task(sandbox.run({}, ["sleep", "3"]))
+    await asyncio.sleep(0.1)
+
+    async def agent(task: Any) -> float:
+        await ask(task)
+        return float((await sandbox.run({}, ["true"])).ok)
+
+    (sample,) = await played(agent, ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer, timeout_s=2.0)
+    assert other.done() and (sample.status, sample.reward) == (Status.COMPLETED, 1.0)
 
 
 async def test_an_agent_that_fails_is_never_trained_on_and_says_why(tokenizer):

@@ -9,10 +9,11 @@ import json
 import os
 import shlex
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from vime.deadlines import Deadline
 from vime.processes import close_pipes, ended
 from vime.rewards.values import RewardFailed, to_number
 from vime.rollout.multi_turn.tool_calls import UNREADABLE
@@ -112,12 +113,13 @@ async def play(
 _End: TypeAlias = Mapping[str, Any] | AgentFailed | TimeoutError
 
 
-async def _end_of(called: Awaitable[_End], session: Session, timeout_s: float) -> _End:
+async def _end_of(called: Coroutine[Any, Any, _End], session: Session, timeout_s: float) -> _End:
     """The agent's result, or why there is none. It has ended, or did not within a grace period of being cancelled."""
-    running = asyncio.ensure_future(called)
+    deadline = Deadline(timeout_s)
+    running = deadline.start(called)
     stopped = asyncio.ensure_future(session.interrupted.wait())
     try:
-        await asyncio.wait({running, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await deadline.first_of({running, stopped})
     finally:
         done = running.done()
         stopped.cancel()
