@@ -22,10 +22,11 @@ FOLDER = Path("/tmp/qwen3-4b-random")
 TURNS = 3
 
 
-def seconds(call: Callable[[], Any]) -> float:
+def seconds(worker: TrainWorker, call: Callable[[], Any]) -> float:
     """Until all copies are complete, also those that others would run beside."""
     begin = time.perf_counter()
     call()
+    worker._offloader.arrive()
     torch.cuda.synchronize()
     return round(time.perf_counter() - begin, 3)
 
@@ -48,12 +49,12 @@ def main() -> None:
     size = moved_bytes(worker)
     found: dict[str, Any] = {"used_gib": used_gib(), "moved_gb": round(size / 1e9, 1), "turns": []}
     for _ in range(TURNS):
-        out = {part: seconds(lambda part=part: worker.offload(part)) for part in ("rest", "parameters")}
+        out = {part: seconds(worker, lambda part=part: worker.offload(part)) for part in ("rest", "parameters")}
         away = used_gib()
-        back = {part: seconds(lambda part=part: worker.onload(part)) for part in ("parameters", "rest")}
+        back = {part: seconds(worker, lambda part=part: worker.onload(part)) for part in ("parameters", "rest")}
         speed = {f"{way}_gb_per_s": round(size / sum(s.values()) / 1e9, 1) for way, s in (("out", out), ("back", back))}
         found["turns"].append({"out_s": out, "back_s": back, "used_away_gib": away, **speed})
-    found["export_s"] = [seconds(worker.export_weights) for _ in range(TURNS + 1)]
+    found["export_s"] = [seconds(worker, worker.export_weights) for _ in range(TURNS + 1)]
     print(json.dumps(found))
     worker.stop()
 

@@ -6,7 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from vime.cluster.turns import Turns
+import pytest
+
+from vime.cluster.turns import REMEMBERED, Turns
 from vime.serving.fleet import Fleet
 from vime.serving.http import EngineError
 
@@ -17,9 +19,14 @@ class Calls(list[str]):
     """A trainer and an engine in one. ``free`` GiB are nobody's; waking takes 8 GiB for weights and 60 for the rest."""
 
     free = 0
+    other = 0  # GiB that somebody else takes meanwhile
+    fails = False
 
     async def free_bytes(self) -> list[int]:
         return [self.free * GIB]
+
+    async def prepare_to_leave(self) -> None:
+        self.append("prepare")
 
     async def shed(self) -> list[int]:
         self.append("shed")
@@ -42,6 +49,8 @@ class Calls(list[str]):
         self.append("save")
 
     async def offload(self, part: str) -> None:
+        if self.fails:
+            raise RuntimeError("the host has no memory")
         self.append(f"offload {part}")
 
     async def drop_copies(self) -> None:
@@ -55,7 +64,7 @@ class Calls(list[str]):
 
     async def wake_up(self, *tags: str, timeout_s: float) -> None:
         self.append(" ".join(("wake", *tags)))
-        self.free -= sum({"weights": 8, "kv_cache": 60}[tag] for tag in tags)
+        self.free -= sum({"weights": 8, "kv_cache": 60}[tag] for tag in tags) + self.other
 
 
 async def a_rollout(turns: Turns) -> None:
@@ -205,11 +214,11 @@ async def test_weights_can_be_exported_after_a_rollout_of_the_critic_alone() -> 
     calls.clear()
     await turns.to_export()
     assert calls == [
-        *("critic: offload rest", "critic: offload parameters", "onload parameters", "onload rest"),
+        *("critic: offload rest", "critic: offload parameters", "onload parameters", "onload rest", "shed"),
     ]
     calls.clear()
     await turns.to_export()
-    assert calls == [], "it is there already"
+    assert calls == ["shed"], "it is there already"
 
 
 async def test_a_checkpoint_of_the_critic_leaves_the_engines_their_weights() -> None:
@@ -271,7 +280,58 @@ async def test_a_trainer_makes_room_for_an_engine_that_a_sync_waits_for() -> Non
     async with turns.start_of_engine():
         calls.append("starts")
     await turns.to_export()
-    assert calls == ["offload rest", "offload parameters", "starts", "onload parameters", "onload rest"]
+    assert calls == ["offload rest", "offload parameters", "starts", "onload parameters", "onload rest", "shed"]
+
+
+async def test_an_engine_that_starts_finds_no_copy_of_the_weights() -> None:
+    calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
+    await turns.to_weights(copied=True)
+    calls.clear()
+    await turns.to_starts()
+    assert calls == ["drop copies"], "the trainer has left already"
+
+
+async def test_no_engine_starts_beside_a_comparison() -> None:
+    calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
+    await sync(turns)
+    calls.clear()
+
+    async def start() -> None:
+        async with turns.start_of_engine():
+            calls.append("starts")
+
+    async with turns.comparing():
+        starting = asyncio.ensure_future(start())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        calls.append("compare")
+    await starting
+    assert calls == ["onload parameters", "compare", "offload parameters", "starts"]
+
+
+async def test_what_somebody_else_once_took_is_forgotten() -> None:
+    calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
+    calls.free = 300
+    await sync(turns)
+    calls.other = 200  # with the second turn's weights
+    for _ in range(REMEMBERED + 2):
+        calls.clear()
+        calls.free = 300
+        await a_rollout(turns)
+        calls.other = 0
+    assert calls == [*COME, "train", *SHED, "wake weights", "wake kv_cache", *LEAVE]
+
+
+async def test_what_goes_wrong_on_the_way_out_is_raised_before_the_next_turn() -> None:
+    calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
+    await sync(turns)
+    calls.free = 100
+    await turns.train(None)  # type: ignore[arg-type]
+    calls.fails = True
+    await sync(turns)
+    with pytest.raises(RuntimeError, match="the host has no memory"):
+        await turns.train(None)  # type: ignore[arg-type]
+    await turns.close()
 
 
 async def test_an_engine_that_cannot_be_woken_is_lost_where_that_is_tolerated() -> None:

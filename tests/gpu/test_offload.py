@@ -11,6 +11,8 @@ import torch
 from tests.training.harness import batch_of, config_of, make_samples, on_ranks, started
 from vime.config import Config
 from vime.platform import current
+from vime.training import offload
+from vime.training.worker import TrainWorker
 
 pytestmark = [
     pytest.mark.one_gpu,
@@ -27,6 +29,7 @@ LARGER = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads":
 def test_training_goes_on_as_if_nothing_had_moved(family: str, flags: list[str], model_of: Callable[..., Path]) -> None:
     config = config_of(model_of(family), "--lr", "1e-2", *flags)
     ((stays, leaves),) = on_ranks(1, gradient_norms, config, deadline_s=DEADLINE_S)
+    assert stays[0] != stays[1] != stays[2], "each step has something to learn"
     assert leaves == pytest.approx(stays, rel=1e-2)  # the attention kernel's backward pass adds in any order
 
 
@@ -40,13 +43,51 @@ def gradient_norms(rank: int, world_size: int, config: Config) -> list[list[floa
             for batch in batches:
                 norms.append(worker.train(batch).steps[0]["train/grad_norm"])
                 if leaves:
-                    worker.offload("rest")
-                    worker.offload("parameters")
-                    assert not any(p.untyped_storage().size() for chunk in worker.chunks for p in chunk.parameters())
-                    worker.onload("parameters")
-                    worker.onload("rest")
+                    leave_and_return(worker)
             found.append(norms)
     return found
+
+
+def leave_and_return(worker: TrainWorker) -> None:
+    """First by half: it is called back while copies are under way. Then all the way."""
+    worker.shed()
+    worker.begin_offload("rest")
+    worker.begin_offload("parameters")
+    worker.onload("parameters")
+    worker.onload("rest")
+    worker.offload("rest")
+    worker.offload("parameters")
+    assert not any(p.untyped_storage().size() for chunk in worker.chunks for p in chunk.parameters())
+    worker.onload("parameters")
+    worker.onload("rest")
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["made when needed", "prepared"])
+def test_every_byte_returns(prepared: bool, model_of: Callable[..., Path]) -> None:
+    """In pieces of which many are under way, over memory that others used meanwhile."""
+    config = config_of(model_of("qwen3", **LARGER))
+    assert on_ranks(1, bytes_return, config, prepared, deadline_s=DEADLINE_S) == [True]
+
+
+def bytes_return(rank: int, world_size: int, config: Config, prepared: bool) -> bool:
+    offload.PIECE_BYTES = 1 << 20
+    with started(config) as worker:
+        if prepared:
+            worker.prepare_to_leave()
+        worker.train(batch_of(make_samples()))
+        held = [*(p.data for chunk in worker.chunks for p in chunk.parameters())]
+        held += offload.optimizer_tensors(worker.optimizer)
+        before = [tensor.clone().cpu() for tensor in held]
+        for _ in range(2):
+            leave_and_return(worker)
+            worker.offload("rest")
+            worker.offload("parameters")
+            torch.full((GIB,), 7, dtype=torch.uint8, device="cuda")
+            torch.cuda.empty_cache()
+            worker.onload("parameters")
+            worker.onload("rest")
+        worker._offloader.arrive()
+        return all(bool((tensor.cpu() == copy).all()) for tensor, copy in zip(held, before, strict=True))
 
 
 def test_next_to_nothing_of_it_stays(model_of: Callable[..., Path]) -> None:
@@ -79,6 +120,7 @@ def test_host_memory_that_is_gone_leaves_its_place_to_others() -> None:
     for value in range(4):
         host = current().pinned(size)
         assert host.is_pinned()
+        current().unpin(torch.empty(8))  # which never was: no error stays behind
         host.copy_(on_device.fill_(value), non_blocking=True)
         torch.cuda.synchronize()
         assert bool((host == value).all())

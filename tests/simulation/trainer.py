@@ -44,6 +44,8 @@ class FakeTrainer:
         self.weights = weights
         self.trainings = trainings
 
+    async def prepare_to_leave(self) -> None: ...
+
     async def shed(self) -> list[int]:
         return await self.free_bytes()
 

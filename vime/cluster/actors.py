@@ -59,6 +59,9 @@ class ModelActor(ABC):
     def train(self, batch: TrainBatch) -> TrainResult:
         return self._worker.train(batch)
 
+    def prepare_to_leave(self) -> None:
+        self._worker.prepare_to_leave()
+
     def shed(self) -> int:
         return self._worker.shed()
 

@@ -55,7 +55,7 @@ class Job(TrainingJob):
             engine_nodes=[placement.node_of_engine(index) for index in range(config.cluster.num_engines)],
             on_gpus=on_gpus,
             colocate=config.cluster.colocate,
-            lasting=config.sampling.use_fault_tolerance,
+            lasting=config.sampling.use_fault_tolerance or not config.cluster.offload_train,
         )
         turns = Turns(
             trainer,
@@ -154,6 +154,7 @@ class Job(TrainingJob):
             await self._start_trainer()
         else:
             await together([self._critic.start(), self._start_trainer()])
+        await self.turns.trainer_started()
         if self._critic is not None:
             self._critic_first_rollout = first_rollout(self._start, None if self._critic.is_new else self._state)
         if HISTORY in self._state:
@@ -199,6 +200,7 @@ class Job(TrainingJob):
             await self._teacher.close()
         await self._fleet.close()
         await self._engines.stop()
+        await self.turns.close()
         if self._critic is not None:
             await self._critic.stop()
         await super().stop()

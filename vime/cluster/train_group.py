@@ -139,6 +139,10 @@ class TrainGroup:
         free: list[int] = await self._call(self._ranks, "free_bytes", what=f"asking the {self._name} for free memory")
         return free
 
+    async def prepare_to_leave(self) -> None:
+        """Every rank begins to make the host memory that ``offload`` needs."""
+        await self._call(self._ranks, "prepare_to_leave", what=f"preparing the {self._name} to leave its devices")
+
     async def shed(self) -> list[int]:
         """Every rank drops its gradients, and what it does not use; then what nobody holds of each rank's device."""
         free: list[int] = await self._call(self._ranks, "shed", what=f"freeing the {self._name}'s gradients")

@@ -20,8 +20,8 @@ def chosen_transport(
     Args:
         trainer_node: of the first rank, from which the weights leave.
         engine_nodes: of each engine.
-        lasting: an engine that is restarted is to find the weights at once, also while the trainer is not on the GPUs:
-            then shared memory keeps them.
+        lasting: shared memory is to keep the weights, because an engine that is restarted should find them at once, or
+            because the trainer stays on the GPUs, which may lack the room for a copy.
 
     Raises:
         UserError: the placement does not allow what was asked for.

@@ -13,6 +13,7 @@ take is measured in the turns before.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
     from vime.cluster.train_group import TrainGroup
 
 TIMEOUT_S = 300.0
+CLOSE_TIMEOUT_S = 30.0
 MARGIN_BYTES = 4 << 30
 """What must be left on a device where trainer and engines meet, for what both need while they compute."""
+
+REMEMBERED = 4
+"""Turns after which what an engine took, or somebody else beside it, is forgotten."""
 
 Tag = Literal["weights", "kv_cache"]
 """What engines take memory for, one after the other."""
@@ -60,11 +65,12 @@ class Turns:
         self._here: TrainGroup | None = trainer
         self._copied = False  # the weights lie on the devices once more, for engines that load them
         self._note = note
-        self._taken: dict[Tag, list[int]] = {}  # bytes of each rank's device that engines took, at most
+        self._taken: dict[Tag, deque[list[int]]] = {}  # bytes of each rank's device that engines took of late
         self._leaving: asyncio.Task[None] | None = None  # of the trainer, beside engines that generate
         self._turn = asyncio.Lock()  # of whoever uses the models or moves them
         self._lent = False  # to engines that start, though no model has given up its turn
         self._starting = 0  # engines
+        self._comparing = False
         self._moved = asyncio.Condition()  # notified when one of these changes
 
     def guest(self, model: TrainGroup) -> Guest:
@@ -75,6 +81,18 @@ class Turns:
         """They have dummy or old weights, and hand the devices over to the trainer, which starts next."""
         self._fleet = fleet
         await self._sleep(2)
+
+    async def trainer_started(self) -> None:
+        """It is on the devices, and has not left them yet."""
+        if self.trainer_leaves:
+            await self._trainer.prepare_to_leave()
+
+    async def close(self) -> None:
+        """Waits for a trainer that is on its way out. What goes wrong there does not matter any more."""
+        if self._leaving is not None:
+            await asyncio.wait([self._leaving], timeout=CLOSE_TIMEOUT_S)
+            if self._leaving.done() and not self._leaving.cancelled():
+                self._leaving.exception()  # which is seen by that
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
@@ -115,17 +133,20 @@ class Turns:
         """The trainer is there with its weights, also after a rollout in which it had nothing to learn. To be called,
         as what follows, within ``turn``."""
         await self._come(self._trainer)
+        if self.trainer_leaves:
+            await self._trainer.shed()
 
     async def to_starts(self) -> None:
         """The devices are free for engines that start, until the next step."""
         await self._left()
-        await self._leave()
+        await self._clear()
         async with self._moved:
             self._lent = True
             self._moved.notify_all()
 
     async def to_weights(self, *, trainer_stays: bool = False, copied: bool = False) -> None:
-        """The engines make room for weights; the trainer's are where engines read them by now, so it leaves before.
+        """The engines take memory for weights; the trainer's are where engines read them by now, so it leaves: before
+        if there is no room for both, else afterwards.
 
         Args:
             trainer_stays: its weights go straight from its devices to the engines', so it leaves afterwards.
@@ -165,14 +186,16 @@ class Turns:
         before = await self._trainer.free_bytes()
         with self._timed(f"wake_{tag}"):
             await self._all(lambda engine: engine.wake_up(tag, timeout_s=TIMEOUT_S))
-        after, known = await self._trainer.free_bytes(), self._taken.get(tag, [0] * len(before))
-        self._taken[tag] = [max(least, b - a) for least, b, a in zip(known, before, after, strict=True)]
+        after = await self._trainer.free_bytes()
+        taken = [b - a for b, a in zip(before, after, strict=True)]
+        self._taken.setdefault(tag, deque(maxlen=REMEMBERED)).append(taken)
 
     def _have_room(self, free: Sequence[int], *tags: Tag) -> bool:
         """Whether so many free bytes of each device are enough for all that engines were seen to take."""
         if not all(tag in self._taken for tag in tags):
             return False
-        needs = [sum(each) for each in zip(*(self._taken[tag] for tag in tags), strict=True)]
+        most = [[max(each) for each in zip(*self._taken[tag], strict=True)] for tag in tags]
+        needs = map(sum, zip(*most, strict=True))
         return all(have >= need + MARGIN_BYTES for have, need in zip(free, needs, strict=True))
 
     @contextmanager
@@ -188,12 +211,18 @@ class Turns:
         if not self.trainer_leaves:
             yield
             return
-        await self._left()
-        await self._trainer.onload("parameters")
+        async with self._moved:
+            self._comparing = True
+            await self._moved.wait_for(lambda: self._starting == 0)
         try:
+            await self._left()
+            await self._trainer.onload("parameters")
             yield
         finally:
             await self._trainer.offload("parameters")
+            async with self._moved:
+                self._comparing = False
+                self._moved.notify_all()
 
     @asynccontextmanager
     async def visit(self, model: TrainGroup) -> AsyncIterator[None]:
@@ -210,7 +239,7 @@ class Turns:
     async def start_of_engine(self) -> AsyncIterator[None]:
         """Waits until an engine may take all its memory; no model comes to the devices within."""
         async with self._moved:
-            await self._moved.wait_for(lambda: self._lent or not self._asleep)
+            await self._moved.wait_for(lambda: self._lent or not (self._asleep or self._comparing))
             self._starting += 1
         try:
             await self._left()

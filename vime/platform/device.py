@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 import functools
+import logging
 import mmap
 import os
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from ctypes import c_size_t, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vime.platform.cuda_driver import DriverError, call
+
+logger = logging.getLogger(__name__)
+
 __all__ = ["Platform", "current"]
 
-CUDA_HOST_REGISTER_READ_ONLY = 8
+REGISTER_READ_ONLY = 8  # CU_MEMHOSTREGISTER_READ_ONLY
 TOUCHED_BYTES = 256 << 20
 """What one thread fills at a time while memory is made."""
 
@@ -73,22 +78,21 @@ class Platform:
         """
         if self.name == "cpu" or not len(data):
             return False
-        flags = CUDA_HOST_REGISTER_READ_ONLY if read_only else 0
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            status = torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
-                data.data_ptr(), data.nbytes, flags
-            )
-        return int(status) == 0
+        flags = REGISTER_READ_ONLY if read_only else 0
+        try:
+            call("cuMemHostRegister_v2", c_void_p(data.data_ptr()), c_size_t(data.nbytes), flags)
+        except DriverError as error:
+            logger.warning("%.3g GB of host memory are not locked, so copies are slower: %s", data.nbytes / 1e9, error)
+            return False
+        _locked.add(data.data_ptr())
+        return True
 
     def unpin(self, data: Tensor) -> None:
         """Ends ``pin``, once the device has done what was queued. Does nothing for memory that is not locked."""
-        if self.name == "cuda" and len(data):
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(data.data_ptr())  # type: ignore[no-untyped-call]
+        _unlock(data.data_ptr())
 
     def pinned(self, size: int) -> Tensor:
-        """A uint8 tensor of ``size`` bytes that is locked in place for as long as it lives.
+        """A uint8 tensor of ``size`` bytes that is locked in place for as long as it lives, if the system allows it.
 
         Its pages are made by many threads at once: the driver alone would take a second for 2 GB. They are large where
         the system has such: it takes as long to lock a page of 2 MiB as one of 4 KiB.
@@ -102,8 +106,8 @@ class Platform:
         pieces = data.split(TOUCHED_BYTES)  # type: ignore[no-untyped-call]
         with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1)) as threads:
             list(threads.map(Tensor.zero_, pieces))
-        if self.pin(data):
-            memory.locked_at = data.data_ptr()
+        self.pin(data)
+        memory.address = data.data_ptr()
         return data
 
     def memory_gib(self) -> dict[str, float]:
@@ -160,13 +164,22 @@ class Platform:
 class _Lockable(mmap.mmap):
     """Memory that is unlocked before it is unmapped, when the last tensor made of it is gone."""
 
-    locked_at: int | None = None
+    address = 0
 
     def __del__(self) -> None:
-        if self.locked_at is not None:
-            with suppress(Exception):  # at the end of the process the driver may have gone before
-                torch.cuda.synchronize()
-                torch.cuda.cudart().cudaHostUnregister(self.locked_at)  # type: ignore[no-untyped-call]
+        with suppress(Exception):  # at the end of the process the driver may have gone before
+            _unlock(self.address)
+
+
+_locked: set[int] = set()
+"""Addresses of what this process has locked."""
+
+
+def _unlock(address: int) -> None:
+    if address in _locked:
+        torch.cuda.synchronize()
+        _locked.discard(address)
+        call("cuMemHostUnregister", c_void_p(address))
 
 
 CPU = Platform(name="cpu", backend="gloo", segment_kernel=False, fused_kernels=False, slice_elements=1 << 20)

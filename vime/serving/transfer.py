@@ -33,10 +33,11 @@ from vllm.platforms import current_platform
 
 from vime.models.hf_folder import HfWeights
 from vime.platform import current as platform
+from vime.platform.cuda_driver import DriverError
+from vime.platform.device_memory import device_id, open_device
 from vime.serving.guard import die_with_parent
 from vime.serving.proof import Proof
 from vime.weights.broadcast import Receiver, moved
-from vime.weights.device_memory import device_id, open_device
 from vime.weights.expected import ExpectedWeights
 from vime.weights.invitation import Invitation
 from vime.weights.plan import PlanMismatch, WeightPlan
@@ -223,7 +224,10 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         device = device_id()
         if device not in handles:
             raise RuntimeError(f"the trainer has its weights on the devices {', '.join(handles)}, not on {device}")
-        self._mapped = open_device(handles[device], size)
+        try:
+            self._mapped = open_device(handles[device], size)
+        except DriverError as error:
+            raise DriverError(f"{error}; --update-weight-transport shm takes the way through the host") from None
         return self._mapped
 
     def _open(self, path: str, size: int) -> Tensor:
@@ -245,11 +249,13 @@ class VimeTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         """
         plan, update = self._plan, self._update
         assert plan is not None and update is not None, "vLLM calls this only after start_weight_update"
-        self._check_complete(plan, update)
-        self._end_loading()
-        refresh_tied_head(self.model)
-        proven = update.proof.check()
-        self._mapped = None
+        try:
+            self._check_complete(plan, update)
+            self._end_loading()
+            refresh_tied_head(self.model)
+            proven = update.proof.check()
+        finally:
+            self._mapped = None  # the trainer frees it now
         how = "in place" if self._in_place else "layer by layer"
         logger.info("weight update %s: the model computes with what was sent, %d of %d", how, proven, len(update.sent))
         self._update = None

@@ -101,8 +101,6 @@ class ModelWorker(ABC, Generic[G]):
         self.chunks = self._build()
         resume = self._load_all()
         self._offloader = Offloader(self.chunks, self.optimizer)
-        if config.cluster.offload_train:
-            self._offloader.prepare()
         self._packer = self._make_packer()
         self._learner = Learner(
             chunks=self.chunks,
@@ -164,6 +162,10 @@ class ModelWorker(ABC, Generic[G]):
             self._offloader.arrive()
         self._hooks.before_step(rollout_id, number, self.chunks, self.optimizer, self.scheduler)
         return self._learner.step(work, step, name=f"step {number} of rollout {rollout_id}")
+
+    def prepare_to_leave(self) -> None:
+        """Begins to make the host memory that ``offload`` needs, and returns at once."""
+        self._offloader.prepare()
 
     def shed(self) -> int:
         """Drops gradients and gives back what nothing uses, until ``onload``; returns what nobody holds of the device,

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import psutil
 import torch
 from torch import Tensor
 
+from vime.errors import UserError
 from vime.platform import current
 from vime.training.optimizer_kind import optimizers_of
 
@@ -26,6 +28,8 @@ Part: TypeAlias = Literal["parameters", "rest"]
 PIECE_BYTES = 32 << 20
 """What is copied at a time: 0.6 ms. Other copies in the same direction wait for the pieces under way, not for all."""
 PIECES_UNDER_WAY = 2
+SLAB_BYTES = 1 << 30
+"""Of host memory that nobody has prepared."""
 
 
 class Offloader:
@@ -45,10 +49,10 @@ class Offloader:
     def prepare(self) -> None:
         """Begins to make the host memory, beside whatever else happens: of a large model that takes many seconds."""
         if self._copies is not None:
-            main = [*self._storages("rest")]
-            sizes = [storage.nbytes() for storage in (*self._storages("parameters"), *main)]
-            moments = [] if _has_moments(self._optimizer) else 2 * [storage.nbytes() for storage in main]
-            self._copies.beside(lambda: self._host.make([*sizes, *moments]))
+            main = [storage.nbytes() for storage in self._storages("rest")]
+            moments = [] if _has_moments(self._optimizer) else 2 * main
+            sizes = [*(storage.nbytes() for storage in self._storages("parameters")), *main, *moments]
+            self._copies.beside(lambda: self._host.make(sizes))
 
     def shed(self) -> None:
         """Drops gradients, and gives the memory that nothing uses back to everybody. Idempotent."""
@@ -121,23 +125,44 @@ class _Moved(NamedTuple):
 
 
 class _HostMemory:
-    """Pinned copies of storages, each made once."""
+    """Locked memory for a copy of each storage, cut out of a few large pieces: a piece takes as long to lock as its
+    bytes do, and the system bounds how many a process may have."""
 
     def __init__(self) -> None:
         self._of: dict[int, Tensor] = {}  # by the identity of the storage
-        self._spare: dict[int, list[Tensor]] = {}  # by size
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
 
     def make(self, sizes: Iterable[int]) -> None:
-        """For storages to come."""
-        for size in sizes:
-            self._spare.setdefault(size, []).append(current().pinned(size))
+        """Room for so many storages of these sizes, which then need no more.
+
+        Raises:
+            UserError: the machine has not that much memory.
+        """
+        total, available = sum(map(_aligned, sizes)), psutil.virtual_memory().available
+        if total > available:
+            raise UserError(
+                f"what leaves the GPU needs {total / 2**30:.1f} GiB of the host's memory for each rank, of which "
+                f"{available / 2**30:.1f} GiB are free; --no-offload-train keeps it on the GPU"
+            )
+        self._slab, self._used = current().pinned(total), 0
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
         host = self._of.get(storage._cdata)
         if host is None or len(host) != storage.nbytes():
-            spare = self._spare.get(storage.nbytes())
-            host = self._of[storage._cdata] = spare.pop() if spare else current().pinned(storage.nbytes())
+            host = self._of[storage._cdata] = self._cut(storage.nbytes())
         return host
+
+    def _cut(self, size: int) -> Tensor:
+        if self._used + size > len(self._slab):
+            self.make([max(size, SLAB_BYTES)])
+        begin = self._used
+        self._used += _aligned(size)
+        return self._slab[begin : begin + size]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 256) * 256
 
 
 class _Copies:
@@ -146,7 +171,8 @@ class _Copies:
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload")
+        device = torch.cuda.current_device()
+        self._thread = ThreadPoolExecutor(1, "offload", initializer=torch.cuda.set_device, initargs=(device,))
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._under_way: list[Future[None]] = []
 
@@ -174,9 +200,8 @@ class _Copies:
 
     def arrive(self) -> None:
         """All copies have been handed to the device, whose present stream waits for the last ones."""
-        for each in self._under_way:
-            each.result()
-        self._under_way.clear()
+        while self._under_way:
+            self._under_way.pop(0).result()
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def finish(self) -> None:

@@ -14,7 +14,9 @@ __all__ = ["allocate_moments", "check_kind", "forget_moments", "is_distributed",
 
 
 def optimizers_of(optimizer: Any) -> list[Any]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    """Those that have something to do: Megatron chains an empty one where a kind of parameters is frozen."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [each for each in chained if getattr(each, "optimizer", None) is not None]
 
 
 def allocate_moments(optimizer: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ import torch.distributed as dist
 
 from vime.models import ModelShape
 from vime.platform import current
+from vime.platform.cuda_driver import DriverError
+from vime.platform.device_memory import DeviceBuffer, device_id
 from vime.training.records import Export
 from vime.training.weights_io import drain, hf_plan, hf_weights
 from vime.weights.broadcast import Sender
-from vime.weights.device_memory import DeviceBuffer, device_id
 from vime.weights.invitation import Invitation, SendReport
 from vime.weights.plan import WeightPlan
 from vime.weights.shm import SharedBuffer, write
@@ -43,8 +45,8 @@ class WeightOutlet:
         """Writes the weights where engines on this machine can map them; None beside rank 0.
 
         Args:
-            on_device: a copy on each rank's device, for engines on the same devices, until ``drop_copy``; if one lacks
-                the room, in shared host memory nevertheless.
+            on_device: a copy on each rank's device, for engines on the same devices, until ``drop_copy``; in shared
+                host memory nevertheless if one lacks the room, or lets no process see another's memory.
         """
         self.drop_copy()
         if on_device and self._all_have_room():
@@ -59,16 +61,23 @@ class WeightOutlet:
         return Export(plan=self.plan, path=self._buffer.path)
 
     def _all_have_room(self) -> bool:
+        """Takes it on each rank, or on none."""
         needed = self.plan.total_bytes + SPARE_BYTES
         if current().free_bytes() < needed:
             current().release_cached_memory()
-        has_room = torch.tensor(int(current().free_bytes() >= needed), device=current().device())
-        dist.all_reduce(has_room, op=dist.ReduceOp.MIN)
-        return bool(has_room)
+        if current().free_bytes() >= needed:
+            with suppress(DriverError):
+                self._copy = DeviceBuffer(self.plan.total_bytes)
+        have_it = torch.tensor(int(self._copy is not None), device=current().device())
+        dist.all_reduce(have_it, op=dist.ReduceOp.MIN)
+        if not have_it:
+            self.drop_copy()
+        return bool(have_it)
 
     def _copy_on_each_device(self) -> Export | None:
         """An engine's process reads the copy of its own device, so no device needs a way to another one."""
-        self._copy = copy = DeviceBuffer(self.plan.total_bytes)
+        copy = self._copy
+        assert copy is not None, "all have room"
         weights = hf_weights(self._chunks, self._shape)
         if dist.get_rank() == 0:
             write(copy.data, self.plan, weights)

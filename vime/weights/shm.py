@@ -55,8 +55,8 @@ class SharedBuffer:
 def write(data: Tensor, plan: WeightPlan, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copies every tensor of the plan to its place in the bytes ``data``, converting to the plan's dtype, and waits.
 
-    Tensors may come in any order, from any device. A copy runs on all of torch's intra-op threads; each tensor may be
-    freed once the next one is asked for.
+    Tensors may come in any order, from any device. A copy on a CPU runs on all of torch's intra-op threads; each tensor
+    may be freed once the next one is asked for.
 
     Raises:
         PlanMismatch: a tensor is unknown, comes twice, has another shape, or is missing in the end.

@@ -38,13 +38,16 @@ class Engine:
     weight_probe_interval: int = flag(
         10, help="Check that the weights arrived after the first sync and every so many; 0: after the first only."
     )
-    update_weight_buffer_size: int = flag(512 << 20, help="Bytes that a weight sync moves at a time.")
+    update_weight_buffer_size: int = flag(
+        512 << 20, help="Bytes that a weight sync moves at a time; within a GPU (ipc) it is all at once."
+    )
     update_weight_mode: Literal["full", "delta"] = flag("full", help="What a weight sync carries.")
     update_weight_transport: Literal["auto", "shm", "ipc", "nccl", "disk"] = flag(
         "auto",
         help="How weights reach the engines: shared memory of one machine, memory of the GPUs that engines share with "
         "the trainer (ipc), a process group (NCCL between GPUs, gloo between CPUs), or a folder on a disk. auto: shm "
-        "on the CPUs of one machine, ipc under --colocate on GPUs (with --use-fault-tolerance shm), else nccl.",
+        "on the CPUs of one machine, ipc under --colocate on GPUs (with --use-fault-tolerance or --no-offload-train "
+        "shm), else nccl.",
     )
     update_weight_disk_dir: str | None = flag(
         None, help="Folder for versions of the weights that trainer, driver and engines see under the same path."

@@ -1,4 +1,4 @@
-"""Memory of a GPU that the trainer writes and engines on the same GPU read: nothing passes through the host.
+"""Memory of a GPU that one process writes and others on the same GPU read: nothing passes through the host.
 
 CUDA lets a process map memory of another one on the same device (cuIpcGetMemHandle and cuIpcOpenMemHandle of the CUDA
 driver API). torch offers the same for tensors it sends to processes, but counts readers in files: memory whose reader
@@ -10,20 +10,20 @@ from __future__ import annotations
 import base64
 import binascii
 import ctypes
-import functools
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["DeviceBuffer", "DeviceMemoryError", "device_id", "open_device"]
+from vime.platform.cuda_driver import DriverError, call
+
+__all__ = ["DeviceBuffer", "device_id", "open_device"]
 
 HANDLE_BYTES = 64  # sizeof(CUipcMemHandle)
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that there is
-
-
-class DeviceMemoryError(RuntimeError):
-    """The driver cannot make, share or map device memory."""
+BLOCK_BYTES = 2 << 20
+"""CUDA may take less than this out of a larger block, which would then be shared as a whole."""
 
 
 class _Handle(ctypes.Structure):
@@ -36,18 +36,18 @@ class DeviceBuffer:
     """``size`` bytes of the current device, outside of torch's allocator: all are given back by ``close``.
 
     Raises:
-        DeviceMemoryError: there is no room, or the driver does not share memory.
+        DriverError: there is no room, or the driver does not share memory.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         address = ctypes.c_uint64()
-        _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(size, 1)))
+        call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(-(-max(size, 1) // BLOCK_BYTES) * BLOCK_BYTES))
         self._memory = _Memory(address.value, size)
         handle = _Handle()
         try:
-            _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
-        except DeviceMemoryError:
+            call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        except DriverError:
             self.close()
             raise
         self.handle = base64.b64encode(bytes(handle)).decode()
@@ -58,7 +58,7 @@ class DeviceBuffer:
         if self._memory.address:
             self.data = torch.empty(0, dtype=torch.uint8)
             torch.cuda.synchronize()
-            _call("cuMemFree_v2", ctypes.c_uint64(self._memory.address))
+            call("cuMemFree_v2", ctypes.c_uint64(self._memory.address))
             self._memory.address = 0
 
 
@@ -68,7 +68,7 @@ def open_device(handle: str, size: int) -> Tensor:
     It is not to be written to. The mapping ends with the tensor's last view; the buffer must live so long.
 
     Raises:
-        DeviceMemoryError: the memory is gone, or on another device.
+        DriverError: the memory is gone, on another device, or the system does not let processes share it.
         ValueError: that is no handle.
     """
     try:
@@ -78,7 +78,7 @@ def open_device(handle: str, size: int) -> Tensor:
     if len(raw) != HANDLE_BYTES:
         raise ValueError(f"{handle!r} is no handle of device memory, which is {HANDLE_BYTES} bytes in base64")
     address = ctypes.c_uint64()
-    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(raw), LAZY_PEER_ACCESS)
+    call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(raw), LAZY_PEER_ACCESS)
     return torch.as_tensor(_Mapping(address.value, size), device=torch.device("cuda", torch.cuda.current_device()))
 
 
@@ -104,20 +104,6 @@ class _Mapping(_Memory):
     """Of another process's memory; a tensor made of it keeps it."""
 
     def __del__(self) -> None:
-        torch.cuda.synchronize()  # kernels may still read
-        _driver().cuIpcCloseMemHandle(ctypes.c_uint64(self.address))
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _call(function: str, *arguments: Any) -> None:
-    torch.cuda.synchronize()  # so that torch's context is the current one of this thread
-    status = getattr(_driver(), function)(*arguments)
-    if status:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(text))
-        why = (text.value or b"an unknown error").decode()
-        raise DeviceMemoryError(f"{function} of the CUDA driver: {why} (error {status})")
+        with suppress(Exception):  # at the end of the process the driver may have gone before
+            torch.cuda.synchronize()  # kernels may still read
+            call("cuIpcCloseMemHandle", ctypes.c_uint64(self.address))
