@@ -94,7 +94,7 @@ class Compared:
 
     versions: set[int]  # that the engine says its tokens have
     sent: float  # under the weights that were sent
-    before: float  # under those that it had before
+    before: float  # under those before that change
 
 
 def compare(served: dict[str, Served], ways: Sequence[str], scratch: Path) -> dict[str, list[Compared] | str]:
