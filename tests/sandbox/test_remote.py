@@ -137,22 +137,47 @@ async def test_a_service_that_holds_enough_requests_is_busy_until_one_ends():
         assert (await post()).status == 200
 
 
-async def test_code_that_nobody_waits_for_is_ended_and_the_host_may_be_a_name():
-    marker = f"vime_abandoned_{os.getpid()}"
+@contextlib.asynccontextmanager
+async def served():
+    """A server in a process of its own, and a client of it."""
     port = free_port()
     command = [sys.executable, "-m", "vime.sandbox.server", "--host", "localhost", "--port", str(port)]
     server = await asyncio.create_subprocess_exec(*command, "--isolation", "auto", stdout=subprocess.DEVNULL)
+    where = RemoteSandbox(f"http://localhost:{port}", waiting_s=60)
     try:
-        where = RemoteSandbox(f"http://localhost:{port}", waiting_s=60)
-        running = asyncio.create_task(where.run({}, ["sh", "-c", f"sleep 60; : {marker}"], limits=Limits(wall_s=60)))
+        yield server, where
+    finally:
+        await where.close()
+        if server.returncode is None:
+            server.terminate()
+        await server.wait()
+
+
+def sleeps(where, marker):
+    return asyncio.create_task(where.run({}, ["sh", "-c", f"sleep 60; : {marker}"], limits=Limits(wall_s=60)))
+
+
+async def test_code_that_nobody_waits_for_is_ended_and_the_host_may_be_a_name():
+    marker = f"vime_abandoned_{os.getpid()}"
+    async with served() as (_, where):
+        running = sleeps(where, marker)
         assert await comes_true(lambda: left_over(marker))
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         assert await comes_true(lambda: not left_over(marker))
-        await where.close()
-    finally:
+
+
+async def test_a_server_that_is_told_to_end_does_not_wait_for_code_that_still_runs():
+    marker = f"vime_ended_{os.getpid()}"
+    async with served() as (server, where):
+        running = sleeps(where, marker)
+        assert await comes_true(lambda: left_over(marker))
         server.terminate()
-        await server.wait()
+        async with asyncio.timeout(20):
+            await server.wait()
+        assert not left_over(marker)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def comes_true(condition):

@@ -20,6 +20,7 @@ from vime.sandbox.wire import job_from_json, result_to_json
 
 _MAX_REQUEST_BYTES = 256 << 20
 _MAX_REQUESTS = 64
+_SHUTDOWN_S = 1.0  # for code that runs when we are told to end; whoever sent it asks again
 
 
 def application(sandbox: Sandbox, token: str | None = None, *, max_requests: int = _MAX_REQUESTS) -> web.Application:
@@ -76,7 +77,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--host {arguments.host} lets others run code here: set a secret in {TOKEN_VARIABLE}")
     sandbox = LocalSandbox(arguments.isolation, concurrency=arguments.concurrency)
     app = application(sandbox, token, max_requests=arguments.max_requests)
-    web.run_app(app, host=arguments.host, port=arguments.port, handler_cancellation=True)  # nobody waits for the result
+    web.run_app(
+        app,
+        host=arguments.host,
+        port=arguments.port,
+        handler_cancellation=True,  # nobody waits for the result
+        shutdown_timeout=_SHUTDOWN_S,
+    )
 
 
 def _same(given: str, wanted: str) -> bool:
