@@ -93,7 +93,7 @@ def build(shape: ModelShape, dtype: str = "float32", *, divisible_by: int = 1) -
     return model
 
 
-def run_ranks(script: str, world: int, **variables: str) -> None:
+def run_ranks(script: str, world: int, *, timeout_s: float = 120, **variables: str) -> None:
     """Runs a script in ``world`` processes with RANK, WORLD and PORT set; fails with the output of the ranks."""
     import subprocess
     import sys
@@ -111,7 +111,7 @@ def run_ranks(script: str, world: int, **variables: str) -> None:
         for rank in range(world)
     ]
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from tests.models.plain_megatron import build, parallel_layout, run_ranks
 from tests.tiny import FAMILIES, make_model
 from vime.errors import UserError
 from vime.models import load_shape
+from vime.platform.sockets import free_port
 
 CASES = [("llama", False), ("llama", True), ("qwen2", False), ("qwen2", True), ("qwen3", False), ("qwen3", True)]
 CASES += [("qwen3_moe", False), ("glm", False), ("glm4", False), ("glm4_moe", False), ("deepseek_v3", False)]
@@ -218,57 +219,92 @@ def test_a_folder_that_is_no_model_is_not_overwritten(tmp_path: Path) -> None:
 
 
 RANKS = textwrap.dedent("""
-    import os
+    import json, os
     from pathlib import Path
     from tests.models.plain_megatron import build, parallel_layout
     from vime.models import load_shape
 
-    hf_dir, out = Path(os.environ["HF"]), Path(os.environ["OUT"])
-    layout = {key: int(os.environ[key.upper()]) for key in ("rank", "world", "port", "tp", "pp", "ep", "etp")}
-    with parallel_layout(**layout):
-        from vime.training.weights_io import load_hf_weights, save_hf
-        shape = load_shape(hf_dir)
-        model = build(shape, "bfloat16")
-        load_hf_weights([model], shape, hf_dir)
-        save_hf(out, [model], shape, hf_dir)
+    for work in json.loads(os.environ["WORKS"]):
+        hf_dir, out = Path(work["hf"]), Path(work["out"])
+        print(out, flush=True)
+        layout = {key: int(os.environ[key.upper()]) for key in ("rank", "world")}
+        with parallel_layout(**layout, port=work["port"], **work["sizes"]):
+            from vime.training.weights_io import load_hf_weights, save_hf
+            shape = load_shape(hf_dir)
+            model = build(shape, "bfloat16")
+            load_hf_weights([model], shape, hf_dir)
+            save_hf(out, [model], shape, hf_dir)
 """)
 
+Layout: TypeAlias = tuple[str, bool, int, dict[str, int]]
+LAYOUTS: list[Layout] = [  # family, tied, ranks, and how they are divided
+    ("qwen2", False, 2, {"tp": 2}),
+    ("qwen3", True, 2, {"pp": 2}),
+    ("llama", True, 4, {"tp": 2, "pp": 2}),
+    ("glm4", False, 2, {"tp": 2}),
+    ("deepseek_v3", False, 2, {"tp": 2, "etp": 2}),
+    ("deepseek_v3", False, 4, {"pp": 2, "ep": 2}),
+    ("qwen3_moe", False, 2, {"ep": 2}),
+    ("qwen3_moe", False, 2, {"tp": 2, "etp": 2}),
+    ("qwen3_moe", False, 4, {"tp": 2, "ep": 2}),
+    ("qwen3_moe", False, 4, {"tp": 2, "ep": 2, "etp": 2}),
+    ("qwen3_moe", True, 4, {"pp": 2, "ep": 2}),
+    ("glm4_moe", False, 2, {"ep": 2}),
+    ("glm4_moe", False, 4, {"tp": 2, "ep": 2, "etp": 2}),
+]
+SLOW_LAYOUTS: list[Layout] = [
+    ("llama", False, 2, {"tp": 2}),
+    ("qwen2", True, 2, {"pp": 2}),
+    ("qwen3", False, 2, {"tp": 2}),
+    ("glm", False, 2, {"tp": 2}),
+    ("glm", False, 2, {"pp": 2}),
+    ("glm4", False, 2, {"pp": 2}),
+    ("deepseek_v3", False, 4, {"tp": 2, "ep": 2}),
+]
 
-LAYOUTS = [  # family, tied, ranks, and how they are divided
-    ("qwen2", False, 2, {"TP": 2}),
-    ("qwen3", True, 2, {"PP": 2}),
-    ("llama", True, 4, {"TP": 2, "PP": 2}),
-    ("glm4", False, 2, {"TP": 2}),
-    ("deepseek_v3", False, 2, {"TP": 2, "ETP": 2}),
-    ("deepseek_v3", False, 4, {"PP": 2, "EP": 2}),
-    ("qwen3_moe", False, 2, {"EP": 2}),
-    ("qwen3_moe", False, 2, {"TP": 2, "ETP": 2}),
-    ("qwen3_moe", False, 4, {"TP": 2, "EP": 2}),
-    ("qwen3_moe", False, 4, {"TP": 2, "EP": 2, "ETP": 2}),
-    ("qwen3_moe", True, 4, {"PP": 2, "EP": 2}),
-    ("glm4_moe", False, 2, {"EP": 2}),
-    ("glm4_moe", False, 4, {"TP": 2, "EP": 2, "ETP": 2}),
-]
-SLOW_LAYOUTS = [
-    ("llama", False, 2, {"TP": 2}),
-    ("qwen2", True, 2, {"PP": 2}),
-    ("qwen3", False, 2, {"TP": 2}),
-    ("glm", False, 2, {"TP": 2}),
-    ("glm", False, 2, {"PP": 2}),
-    ("glm4", False, 2, {"PP": 2}),
-    ("deepseek_v3", False, 4, {"TP": 2, "EP": 2}),
-]
+
+class Travels:
+    """Models on their way through several ranks and back; those of as many ranks go through the same processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._gone: set[str] = set()
+
+    def folders(self, layout: Layout) -> tuple[Path, Path]:
+        """Where the model was, and where it is again."""
+        if _name(layout) not in self._gone:
+            layouts = LAYOUTS if layout in LAYOUTS else SLOW_LAYOUTS
+            self._go([each for each in layouts if each[2] == layout[2]])
+        return self._hf(layout), self._out(layout)
+
+    def _go(self, layouts: list[Layout]) -> None:
+        self._gone.update(map(_name, layouts))  # now, because they fail together
+        works = []
+        for layout in layouts:
+            family, tied, _, sizes = layout
+            hf_dir = make_model(self._hf(layout), family, tied=tied, dtype="bfloat16", vocab_size=515)
+            works.append({"hf": str(hf_dir), "out": str(self._out(layout)), "port": free_port(), "sizes": sizes})
+        run_ranks(RANKS, layouts[0][2], timeout_s=250, WORKS=json.dumps(works))
+
+    def _hf(self, layout: Layout) -> Path:
+        return self._folder / _name(layout) / "hf"
+
+    def _out(self, layout: Layout) -> Path:
+        return self._folder / _name(layout) / "out"
+
+
+def _name(layout: Layout) -> str:
+    return "-".join(map(str, layout)).replace("'", "")
+
+
+@pytest.fixture(scope="module")
+def travels(tmp_path_factory: pytest.TempPathFactory) -> Travels:
+    return Travels(tmp_path_factory.mktemp("travels"))
 
 
 @pytest.mark.parametrize(
-    ("family", "tied", "ranks", "sizes"),
-    [*LAYOUTS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_LAYOUTS)],
-    ids=str,
+    "layout", [*LAYOUTS, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW_LAYOUTS)], ids=_name
 )
-def test_round_trip_over_several_ranks_is_bit_identical(
-    tmp_path: Path, family: str, tied: bool, ranks: int, sizes: dict[str, int]
-) -> None:
-    hf_dir = make_model(tmp_path / "hf", family, tied=tied, dtype="bfloat16", vocab_size=515)
-    divided = {key: str(sizes.get(key, 1)) for key in ("TP", "PP", "EP", "ETP")}
-    run_ranks(RANKS, ranks, HF=str(hf_dir), OUT=str(tmp_path / "out"), **divided)
-    assert_same_bits(load_file(tmp_path / "out" / "model.safetensors"), load_file(hf_dir / "model.safetensors"))
+def test_round_trip_over_several_ranks_is_bit_identical(travels: Travels, layout: Layout) -> None:
+    before, after = travels.folders(layout)
+    assert_same_bits(load_file(after / "model.safetensors"), load_file(before / "model.safetensors"))
