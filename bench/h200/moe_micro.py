@@ -25,22 +25,14 @@ PRODUCTS = (
     (128, 256, 64, 8, 4),
     (128, 256, 32, 8, 4),
     (128, 128, 64, 4, 3),
-    (128, 256, 64, 8, 3, True),
-    (128, 256, 64, 8, 4, True),
-    (128, 128, 64, 4, 3, True),
-    (256, 128, 64, 8, 3, True),
 )
 GRADIENTS = (
     (128, 256, 64, 8, 3),
     (128, 128, 64, 4, 3),
     (128, 128, 64, 4, 4),
     (128, 128, 32, 4, 4),
-    (128, 256, 64, 8, 3, True),
-    (128, 128, 64, 4, 3, True),
-    (128, 128, 64, 4, 4, True),
-    (256, 128, 64, 8, 3, True),
 )
-"""Tiles to try: rows, columns, depth, warps, stages, whether loaded by descriptors."""
+"""Tiles to try: rows, columns, depth, warps, stages."""
 
 Kind = str
 """forward, dgrad or wgrad"""
@@ -54,7 +46,7 @@ class Case:
     counts: list[int]
 
     def __post_init__(self) -> None:
-        from vime.training.kernels.grouped import Addresses
+        from vime.training.kernels.grouped import Table
 
         outputs, inputs = SHAPES[self.layer]
         rows = sum(self.counts)
@@ -62,8 +54,8 @@ class Case:
         self.weights = torch.randn(EXPERTS, outputs, inputs, **options) * 0.02
         self.x, self.dy = torch.randn(rows, inputs, **options), torch.randn(rows, outputs, **options)
         self.totals = torch.zeros(EXPERTS, outputs, inputs, device="cuda")
-        self.addresses = Addresses().of(list(self.weights), self.x.device)
-        self.targets = Addresses().of(list(self.totals), self.x.device)
+        self.table = Table.of_slices(self.weights)
+        self.targets = Table.of_slices(self.totals)
         self.on_device = torch.tensor(self.counts, device="cuda")
         self.ends = self.on_device.cumsum(0).int()
         self.operations = 2.0 * rows * outputs * inputs
@@ -101,8 +93,8 @@ class Case:
             options: dict[str, Any] = {"dtype": torch.float32, "add": True, "tile": tile}
             return lambda: grouped.grouped_weight_gradients(self.dy, self.x, self.targets, groups, **options)
         if kind == "forward":
-            return lambda: grouped.grouped_product(self.x, self.addresses, outputs, groups, tile)
-        return lambda: grouped.grouped_product_transposed(self.dy, self.addresses, inputs, groups, tile)
+            return lambda: grouped.grouped_product(self.x, self.table, outputs, groups, tile)
+        return lambda: grouped.grouped_product_transposed(self.dy, self.table, inputs, groups, tile)
 
     def candidates(self, kind: Kind) -> Iterator[tuple[str, Callable[[], object]]]:
         yield "loop over experts, cuBLAS", lambda: self.looped(kind)

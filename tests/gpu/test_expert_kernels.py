@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from vime.training.kernels.grouped import Tile
 
 pytest.importorskip("triton", reason="Triton is installed with torch for GPUs only")
 
@@ -22,54 +27,94 @@ def parts(x: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
     return x[: sum(counts)].double().split(counts)
 
 
+def matrices(count: int, rows: int, columns: int, dtype: torch.dtype, *, aligned: bool) -> list[Tensor]:
+    """Separate ones, that begin at multiples of 16 bytes or one element behind."""
+    made = [torch.randn(1 + rows * columns, device=DEVICE, dtype=dtype) for _ in range(count)]
+    return [(each[:-1] if aligned else each[1:]).view(rows, columns) for each in made]
+
+
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (40, 72)], ids=["whole tiles", "parts of tiles"])
-@pytest.mark.parametrize("described", [False, True], ids=["addresses", "descriptors"])
-def test_products_of_experts(counts: list[int], outputs: int, inputs: int, described: bool) -> None:
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "anywhere"])
+def test_products_of_experts(counts: list[int], outputs: int, inputs: int, aligned: bool) -> None:
+    from vime.training.kernels.grouped import Tile
+
+    check_products(counts, outputs, inputs, torch.float32, (Tile(16, 32, 16, warps=4),) * 2, TOLERANCE, aligned)
+
+
+def test_products_in_wide_tiles() -> None:
+    """Which are written piece by piece."""
+    from vime.training.kernels.grouped import Tile
+
+    check_products(COUNTS[0], 40, 200, torch.float32, (Tile(16, 32, 16), Tile(16, 128, 16)), TOLERANCE, True)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter would take minutes")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "anywhere"])
+def test_products_in_the_tiles_that_are_used(dtype: torch.dtype, aligned: bool) -> None:
+    from vime.training.kernels.grouped import gradient_tile, product_tile
+
+    tolerance = 2e-6 if dtype is torch.float32 else 4e-3
+    counts = [0, 1, 700, 0, 333, 128]
+    check_products(counts, 512, 320, dtype, (product_tile(dtype), gradient_tile(dtype)), tolerance, aligned)
+
+
+def check_products(
+    counts: list[int],
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype,
+    tiles: tuple[Tile, Tile],
+    tolerance: float,
+    aligned: bool,
+) -> None:
+    """All that is multiplied by or added to weights, of which nobody wants the second one's gradient."""
     from vime.training.kernels.grouped import (
         Addresses,
         Groups,
-        Tile,
         grouped_product,
         grouped_product_transposed,
         grouped_weight_gradients,
     )
 
-    tile = Tile(16, 32, 16, warps=4, described=described)
-    rows = sum(counts) + 3  # some rows belong to nobody
-    weights = [torch.randn(outputs, inputs, device=DEVICE) for _ in counts]
-    x, dy = torch.randn(rows, inputs, device=DEVICE), torch.randn(rows, outputs, device=DEVICE)
-    groups = Groups.of(torch.tensor(counts, device=DEVICE), rows, tile)
-    where = Addresses().of(weights, x.device)
     known = sum(counts)
-    y = grouped_product(x, where, outputs, groups, tile)
+    rows = known + 3  # some rows belong to nobody
+    weights = matrices(len(counts), outputs, inputs, dtype, aligned=aligned)
+    x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
+    dy = torch.randn(rows, outputs, device=DEVICE, dtype=dtype)
+    groups = Groups.of(torch.tensor(counts, device=DEVICE), rows, tiles[0])
+    table = Addresses().of(weights)
+    assert table.alignment == (16 if aligned else 1)
+    y = grouped_product(x, table, outputs, groups, tiles[0])
     expected = torch.cat([part @ w.double().t() for part, w in zip(parts(x, counts), weights, strict=True)])
-    assert far(y[:known], expected) < TOLERANCE
-    dx = grouped_product_transposed(dy, where, inputs, groups, tile)
+    assert far(y[:known], expected) < tolerance
+    dx = grouped_product_transposed(dy, table, inputs, groups, tiles[0])
     expected = torch.cat([part @ w.double() for part, w in zip(parts(dy, counts), weights, strict=True)])
-    assert far(dx[:known], expected) < TOLERANCE
+    assert far(dx[:known], expected) < tolerance
     for add in (False, True):
-        totals = [torch.randn_like(weight) for weight in weights]
-        before = [total.double() * add for total in totals]
-        untouched, totals[1] = totals[1].clone(), totals[1]
-        targets = Addresses().of([None if i == 1 else total for i, total in enumerate(totals)], x.device)
-        grouped_weight_gradients(dy, x, targets, groups, dtype=torch.float32, add=add, tile=tile)
+        kind = torch.float32 if add else dtype
+        totals = matrices(len(counts), outputs, inputs, kind, aligned=aligned)
+        before = [total.clone() for total in totals]
+        targets = Addresses().of([None if i == 1 else total for i, total in enumerate(totals)])
+        grouped_weight_gradients(dy, x, targets, groups, dtype=kind, add=add, tile=tiles[1])
+        assert torch.equal(totals[1], before[1])
         for i, (one, other) in enumerate(zip(parts(dy, counts), parts(x, counts), strict=True)):
-            if i == 1:
-                assert torch.equal(totals[i], untouched)  # whose gradient nobody wants
-            else:
-                assert far(totals[i], before[i] + one.t() @ other) < TOLERANCE
+            if i != 1:
+                assert far(totals[i], before[i].double() * add + one.t() @ other) < tolerance
 
 
 def test_addresses_follow_their_tensors() -> None:
-    from vime.training.kernels.grouped import Addresses
+    from vime.training.kernels.grouped import Addresses, Table
 
     tensors = [torch.zeros(8, device=DEVICE) for _ in range(2)]
     addresses = Addresses()
-    first = addresses.of(tensors, tensors[0].device)
-    assert addresses.of(tensors, tensors[0].device) is first
+    first = addresses.of(tensors)
+    assert addresses.of(tensors) is first
     tensors[1].data = torch.zeros(8, device=DEVICE)
-    assert addresses.of(tensors, tensors[0].device).tolist() == [tensor.data_ptr() for tensor in tensors]
+    assert addresses.of(tensors).addresses.tolist() == [tensor.data_ptr() for tensor in tensors]
+    stacked = torch.zeros(3, 2, 4, device=DEVICE)
+    assert Table.of_slices(stacked).addresses.tolist() == [each.data_ptr() for each in stacked]
 
 
 def test_weighted_activation() -> None:

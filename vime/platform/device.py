@@ -7,6 +7,7 @@ import functools
 import logging
 import mmap
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ctypes import c_size_t, c_void_p
@@ -109,6 +110,11 @@ class Platform:
         self.pin(data)
         memory.address = data.data_ptr()
         return data
+
+    def upload(self, numbers: Sequence[int]) -> Tensor:
+        """int64 [len(numbers)] on the device; the host does not wait for it."""
+        made = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.name == "cuda")
+        return made.to(self.device(), non_blocking=True)
 
     def memory_gib(self) -> dict[str, float]:
         """Memory of this process in GiB: ``allocated`` and ``peak``. On a CPU both are of the resident set."""

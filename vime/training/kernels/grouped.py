@@ -1,6 +1,6 @@
 """Products of rows with the weights of their experts: one launch for all experts, however many rows each has.
 
-The weights are separate tensors wherever they lie: kernels read their addresses. Nothing here waits for the device.
+The weights are separate tensors wherever they lie: kernels read their addresses. The host never waits for the device.
 
 Shapes: R rows sorted by expert, E experts, O outputs and I inputs of a weight [O, I].
 """
@@ -16,9 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vime.platform import current
+
 __all__ = [
     "Addresses",
     "Groups",
+    "Table",
     "Tile",
     "gradient_tile",
     "grouped_product",
@@ -37,7 +40,6 @@ class Tile:
     depth: int
     warps: int = 8
     stages: int = 3
-    described: bool = False  # loaded by descriptors of the matrices (Hopper's TMA) instead of an address an element
 
 
 PRODUCT = Tile(128, 256, 64)
@@ -81,7 +83,7 @@ class Groups:
 @triton.jit
 def _product(
     x, addresses, y, tiles, COLUMNS_IN_ALL: tl.constexpr, DEPTH_IN_ALL: tl.constexpr, TRANSPOSED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (COLUMNS_IN_ALL + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) // blocks
@@ -90,7 +92,7 @@ def _product(
     end = tl.load(tiles + tile * 3 + 2)
     if first < end:
         weight = tl.load(addresses + expert).to(tl.pointer_type(x.dtype.element_ty))
-        weight = tl.multiple_of(weight, 16)
+        weight = tl.multiple_of(weight, ALIGNMENT)
         row = first + tl.arange(0, ROWS)
         column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
         depth = tl.arange(0, DEPTH)
@@ -117,42 +119,6 @@ def _product(
 
 
 @triton.jit
-def _product_described(
-    x, addresses, y, tiles, rows, COLUMNS_IN_ALL: tl.constexpr, DEPTH_IN_ALL: tl.constexpr, TRANSPOSED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    blocks: tl.constexpr = (COLUMNS_IN_ALL + COLUMNS - 1) // COLUMNS
-    tile = tl.program_id(0) // blocks
-    expert = tl.load(tiles + tile * 3)
-    first = tl.load(tiles + tile * 3 + 1)
-    end = tl.load(tiles + tile * 3 + 2)
-    if first < end:
-        weight = tl.load(addresses + expert).to(tl.pointer_type(x.dtype.element_ty))
-        left = tl.make_tensor_descriptor(x, [rows, DEPTH_IN_ALL], [DEPTH_IN_ALL, 1], [ROWS, DEPTH])
-        if TRANSPOSED:
-            right = tl.make_tensor_descriptor(
-                weight, [DEPTH_IN_ALL, COLUMNS_IN_ALL], [COLUMNS_IN_ALL, 1], [DEPTH, COLUMNS]
-            )
-        else:
-            right = tl.make_tensor_descriptor(
-                weight, [COLUMNS_IN_ALL, DEPTH_IN_ALL], [DEPTH_IN_ALL, 1], [COLUMNS, DEPTH]
-            )
-        column = tl.program_id(0) % blocks * COLUMNS
-        total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-        for start in range(0, DEPTH_IN_ALL, DEPTH):
-            a = left.load([first, start])
-            if TRANSPOSED:
-                b = right.load([start, column])
-            else:
-                b = right.load([column, start]).T
-            total = tl.dot(a, b, total, input_precision="ieee")
-        row = first + tl.arange(0, ROWS)
-        columns = column + tl.arange(0, COLUMNS)
-        y_at = y + row.to(tl.int64)[:, None] * COLUMNS_IN_ALL + columns[None]
-        tl.store(y_at, total.to(y.dtype.element_ty), mask=(row < end)[:, None] & (columns < COLUMNS_IN_ALL)[None])
-
-
-@triton.jit
 def _write(gradient, total, output, column, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, ADD: tl.constexpr):
     """Writes a tile, or adds it, by halves: for the whole and what is there already there are too few registers."""
     if total.shape[1] > 64:
@@ -172,7 +138,7 @@ def _write(gradient, total, output, column, OUTPUTS: tl.constexpr, INPUTS: tl.co
 @triton.jit
 def _weight_gradient(
     dy, x, addresses, order, counts, ends, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, TYPE: tl.constexpr,
-    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ADD: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     across: tl.constexpr = (INPUTS + COLUMNS - 1) // COLUMNS
     blocks: tl.constexpr = across * ((OUTPUTS + ROWS - 1) // ROWS)
@@ -202,96 +168,81 @@ def _weight_gradient(
             total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
             dy_at += DEPTH * OUTPUTS
             x_at += DEPTH * INPUTS
-        gradient = tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
+        gradient = tl.multiple_of(address.to(tl.pointer_type(TYPE)), ALIGNMENT)
         _write(gradient, total, output, block % across * COLUMNS, OUTPUTS, INPUTS, ADD)
 
 
-@triton.jit
-def _weight_gradient_described(
-    dy, x, addresses, order, counts, ends, rows, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, TYPE: tl.constexpr,
-    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    across: tl.constexpr = (INPUTS + COLUMNS - 1) // COLUMNS
-    blocks: tl.constexpr = across * ((OUTPUTS + ROWS - 1) // ROWS)
-    expert = tl.load(order + tl.program_id(0) // blocks)
-    address = tl.load(addresses + expert)
-    count = tl.load(counts + expert).to(tl.int32)
-    needed = address != 0
-    if ADD:
-        needed = needed & (count > 0)
-    if needed:
-        end = tl.load(ends + expert).to(tl.int32)
-        block = tl.program_id(0) % blocks
-        first_output = block // across * ROWS
-        first_column = block % across * COLUMNS
-        left = tl.make_tensor_descriptor(dy, [rows, OUTPUTS], [OUTPUTS, 1], [DEPTH, ROWS])
-        right = tl.make_tensor_descriptor(x, [rows, INPUTS], [INPUTS, 1], [DEPTH, COLUMNS])
-        total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-        last = end - count % DEPTH
-        for start in range(end - count, last, DEPTH):
-            a = left.load([start, first_output])
-            b = right.load([start, first_column])
-            total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
-        if last < end:  # what follows are rows of another expert
-            there = (last + tl.arange(0, DEPTH) < end)[:, None]
-            a = tl.where(there, left.load([last, first_output]), 0.0)
-            b = tl.where(there, right.load([last, first_column]), 0.0)
-            total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
-        gradient = tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
-        _write(gradient, total, first_output + tl.arange(0, ROWS), first_column, OUTPUTS, INPUTS, ADD)
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Where one tensor of each expert begins."""
+
+    addresses: Tensor  # int64 [E], on the device; 0: nowhere
+    alignment: int  # bytes of which all of them are multiples: 16, for the widest loads, or 1
+
+    @classmethod
+    def of_slices(cls, stacked: Tensor) -> Table:
+        """Of a contiguous tensor [E, ...], whose slices belong to experts."""
+        first, size = stacked.data_ptr(), stacked[0].nbytes
+        number = torch.arange(len(stacked), device=stacked.device)
+        return cls(first + size * number, _alignment((first, size)))
 
 
-def _room(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Where a launch keeps its descriptors."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+class Addresses:
+    """The table of separate tensors; they are looked at each time, because weights leave a device and return."""
+
+    def __init__(self) -> None:
+        self._places: list[int] = []
+        self._table: Table | None = None
+
+    def of(self, tensors: Sequence[Tensor | None]) -> Table:
+        """Args: tensors on the device of this process; None: nowhere."""
+        places = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if self._table is None or places != self._places:
+            self._places, self._table = places, Table(current().upload(places), _alignment(places))
+        return self._table
 
 
-def grouped_product(x: Tensor, addresses: Tensor, outputs: int, groups: Groups, tile: Tile) -> Tensor:
+def _alignment(places: Sequence[int]) -> int:
+    return 1 if any(place % 16 for place in places) else 16
+
+
+def grouped_product(x: Tensor, weights: Table, outputs: int, groups: Groups, tile: Tile) -> Tensor:
     """Each row of x [R, I] times the transposed weight [O, I] of its expert → [R, O] of x's type.
 
     Rows behind those of the last expert are left as they come.
 
     Args:
-        addresses: int64 [E], of contiguous weights of x's type, each a multiple of 16 bytes.
+        weights: contiguous, of x's type.
         groups: made for tiles of as many rows as ``tile`` has.
     """
-    return _launch_product(x, addresses, outputs, groups, tile, transposed=False)
+    return _launch_product(x, weights, outputs, groups, tile, transposed=False)
 
 
-def grouped_product_transposed(dy: Tensor, addresses: Tensor, inputs: int, groups: Groups, tile: Tile) -> Tensor:
+def grouped_product_transposed(dy: Tensor, weights: Table, inputs: int, groups: Groups, tile: Tile) -> Tensor:
     """Each row of dy [R, O] times the weight [O, I] of its expert → [R, I]; the rest as ``grouped_product`` has it."""
-    return _launch_product(dy, addresses, inputs, groups, tile, transposed=True)
+    return _launch_product(dy, weights, inputs, groups, tile, transposed=True)
 
 
-def _launch_product(
-    x: Tensor, addresses: Tensor, columns: int, groups: Groups, tile: Tile, *, transposed: bool
-) -> Tensor:
+def _launch_product(x: Tensor, weights: Table, columns: int, groups: Groups, tile: Tile, *, transposed: bool) -> Tensor:
     assert groups.height == tile.rows and x.is_contiguous(), (groups.height, tile, x.stride())
     y = x.new_empty(len(x), columns)
     grid: Any = (len(groups.tiles) * triton.cdiv(columns, tile.columns),)
-    if tile.described:
-        triton.set_allocator(_room)  # for this thread: gradients have one of their own
-        _product_described[grid](
-            x, addresses, y, groups.tiles, len(x), columns, x.shape[1], transposed,
-            tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-        return y
     _product[grid](
-        x, addresses, y, groups.tiles, columns, x.shape[1], transposed,
+        x, weights.addresses, y, groups.tiles, columns, x.shape[1], transposed, weights.alignment,
         tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 
 
 def grouped_weight_gradients(
-    dy: Tensor, x: Tensor, addresses: Tensor, groups: Groups, *, dtype: torch.dtype, add: bool, tile: Tile
+    dy: Tensor, x: Tensor, gradients: Table, groups: Groups, *, dtype: torch.dtype, add: bool, tile: Tile
 ) -> None:
     """For each expert ``dy^T x`` of its rows of dy [R, O] and x [R, I], written to or added to a tensor [O, I].
 
     Sums are float32, in an order that the groups alone decide.
 
     Args:
-        addresses: int64 [E], of contiguous tensors of ``dtype``, multiples of 16 bytes; 0: not for this expert.
+        gradients: contiguous, of ``dtype``; nowhere: not for this expert.
         add: to what is there. Otherwise an expert without rows gets zeros.
     """
     assert dy.is_contiguous() and x.is_contiguous(), (dy.stride(), x.stride())
@@ -299,30 +250,7 @@ def grouped_weight_gradients(
     outputs, inputs = dy.shape[1], x.shape[1]
     blocks = triton.cdiv(outputs, tile.rows) * triton.cdiv(inputs, tile.columns)
     grid: Any = (len(order) * blocks,)
-    if tile.described:
-        triton.set_allocator(_room)
-        _weight_gradient_described[grid](
-            dy, x, addresses, order, groups.counts, groups.ends, len(x), outputs, inputs, TYPES[dtype], add,
-            tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-        return
     _weight_gradient[grid](
-        dy, x, addresses, order, groups.counts, groups.ends, outputs, inputs, TYPES[dtype], add,
-        tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+        dy, x, gradients.addresses, order, groups.counts, groups.ends, outputs, inputs, TYPES[dtype], add,
+        gradients.alignment, tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-
-
-class Addresses:
-    """Where tensors lie, as kernels read it; looked up again each time, because weights leave a device and return."""
-
-    def __init__(self) -> None:
-        self._places: list[int] = []
-        self._on_device: Tensor | None = None
-
-    def of(self, tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-        """int64 [len(tensors)]; 0 for None."""
-        places = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        if self._on_device is None or places != self._places:
-            assert not any(place % 16 for place in places), "tensors begin at multiples of 16 bytes"
-            self._places, self._on_device = places, torch.tensor(places, dtype=torch.int64, device=device)
-        return self._on_device

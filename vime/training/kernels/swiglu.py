@@ -15,12 +15,26 @@ BLOCK = 2048
 
 
 @triton.jit
+def _gate_and_up(x, row, column, inside, width):
+    gate = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
+def _write_gradient(dx, gradient, gate, up, row, column, inside, width):
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    tl.store(dx + row * 2 * width + column, gradient * up * (sigmoid + silu * (1 - sigmoid)), mask=inside)
+    tl.store(dx + row * 2 * width + width + column, gradient * silu, mask=inside)
+
+
+@triton.jit
 def _activate(x, y, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    gate = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    gate, up = _gate_and_up(x, row, column, inside, width)
     tl.store(y + row * width + column, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
@@ -29,13 +43,9 @@ def _activate_gradient(dy, x, dx, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    gate = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    gate, up = _gate_and_up(x, row, column, inside, width)
     gradient = tl.load(dy + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    tl.store(dx + row * 2 * width + column, gradient * up * (sigmoid + silu * (1 - sigmoid)), mask=inside)
-    tl.store(dx + row * 2 * width + width + column, gradient * silu, mask=inside)
+    _write_gradient(dx, gradient, gate, up, row, column, inside, width)
 
 
 @triton.jit
@@ -44,8 +54,7 @@ def _activate_weighted(x, weights, y, width, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     weight = tl.load(weights + row).to(tl.float32)
-    gate = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    gate, up = _gate_and_up(x, row, column, inside, width)
     tl.store(y + row * width + column, gate * tl.sigmoid(gate) * up * weight, mask=inside)
 
 
@@ -58,16 +67,12 @@ def _activate_weighted_gradient(dy, x, weights, dx, y, dw, rows, width, BLOCK: t
         for start in range(0, width, BLOCK):
             column = start + tl.arange(0, BLOCK)
             inside = column < width
-            gate = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-            up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+            gate, up = _gate_and_up(x, row, column, inside, width)
             gradient = tl.load(dy + row * width + column, mask=inside, other=0.0).to(tl.float32)
-            sigmoid = tl.sigmoid(gate)
-            silu = gate * sigmoid
-            total += gradient * silu * up
-            gradient *= weight
-            tl.store(dx + row * 2 * width + column, gradient * up * (sigmoid + silu * (1 - sigmoid)), mask=inside)
-            tl.store(dx + row * 2 * width + width + column, gradient * silu, mask=inside)
-            tl.store(y + row * width + column, silu * up * weight, mask=inside)
+            output = gate * tl.sigmoid(gate) * up
+            total += gradient * output
+            _write_gradient(dx, gradient * weight, gate, up, row, column, inside, width)
+            tl.store(y + row * width + column, output * weight, mask=inside)
     tl.store(dw + row, tl.sum(total, 0))
 
 

@@ -23,12 +23,14 @@ from vime.training.layers.lean import cheap
 
 __all__ = ["LocalDispatcher", "TravelDispatcher", "dispatcher"]
 
-Places = tuple[Tensor, Tensor]
-"""The token of each row, int64 [R], and the rows of each token, int32 [N, K]: see ``vime.training.kernels.permute``."""
+Permutation = tuple[Tensor, Tensor]
+"""The token of each row, int64 [R], and the rows of each token, int32 [N, K]."""
 
 
 def dispatcher(config: Any, megatrons: MoETokenDispatcher, **places: Any) -> MoETokenDispatcher:
-    """What stands in for the dispatcher that Megatron made, or that one where tokens may be dropped.
+    """What stands in for the dispatcher that Megatron made.
+
+    That one itself stays where tokens may be dropped, and where shared experts are computed while tokens travel.
 
     Args:
         places: what Megatron's dispatchers are built with besides.
@@ -40,7 +42,9 @@ def dispatcher(config: Any, megatrons: MoETokenDispatcher, **places: Any) -> MoE
     return TravelDispatcher(config=config, **places)
 
 
-def _spread(config: Any, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Places]:
+def _spread(
+    config: Any, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+) -> tuple[Tensor, Tensor, Permutation]:
     """[L, 1, H], bool [N, E], [N, E] → rows sorted by expert [R, H], [R], and where they are from."""
     from vime.training.kernels.permute import places_of, spread
 
@@ -89,7 +93,7 @@ class TravelDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         self.hidden_shape, self._type = hidden_states.shape, probs.dtype
         self._counts = self.preprocess(routing_map)
         self._by_rank = self._counts[None] if self.num_local_experts == 1 else self.num_global_tokens_per_local_expert
-        self._maybe_dtoh_and_synchronize("before_permutation_1", self._counts)
+        self._maybe_dtoh_and_synchronize("before_permutation_1")  # sends sizes to the host, which waits for them later
         rows, row_probs, self._places = _spread(self.config, hidden_states, routing_map, probs)
         return rows, row_probs
 
@@ -136,7 +140,7 @@ class TravelDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         return collect(hidden_states, sources[: len(hidden_states)], rows).view(self.hidden_shape)
 
 
-def _sorted_by_expert(counts: Tensor, rows: int) -> Places:
+def _sorted_by_expert(counts: Tensor, rows: int) -> Permutation:
     """Where the rows of the same experts lie that several ranks sent.
 
     Args:

@@ -7,7 +7,6 @@ launch several small products for each of up to hundreds of experts, and wait fo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from vime.platform import current
 from vime.training.layers.lean import lean
 
 if TYPE_CHECKING:
-    from vime.training.kernels.grouped import Groups
+    from vime.training.kernels.grouped import Groups, Table
 
 __all__ = ["GroupedExperts"]
 
@@ -41,7 +40,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
             answer: tuple[Tensor, None] = super().forward(rows, tokens_per_expert, probs)
             return answer
         counts = tokens_per_expert.to(rows.device, non_blocking=True)
-        with nullcontext() if self.config.recompute_granularity == "full" else lean(rows):
+        with lean(rows):
             output: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
                 self, rows, probs, counts, *self._parameters_in_order()
             )
@@ -59,10 +58,10 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
                     hook(module, ())
                 yield module.weight
 
-    def where(self, weights: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-        """The addresses of first and of second weights, int64 [E] each."""
+    def tables(self, weights: Sequence[Tensor]) -> tuple[Table, Table]:
+        """Where the first and the second weights are."""
         half = len(weights) // 2
-        return self._weights[0].of(weights[:half], device), self._weights[1].of(weights[half:], device)
+        return self._weights[0].of(weights[:half]), self._weights[1].of(weights[half:])
 
     def weight_gradients(
         self, layer: int, weights: Sequence[Any], dy: Tensor, x: Tensor, groups: Groups
@@ -70,23 +69,23 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         """What autograd gets for each weight. Where gradients are added to Megatron's buffers that is a tensor of any
         value, for its hooks to be called: see ``vime.platform.megatron_wgrad``.
         """
-        from vime.training.kernels.grouped import gradient_tile, grouped_weight_gradients
+        from vime.training.kernels.grouped import Table, gradient_tile, grouped_weight_gradients
 
         trained = [weight for weight in weights if weight.requires_grad]
         if not trained:
             return [None] * len(weights)
         adds = self.config.gradient_accumulation_fusion
         made = x.new_empty(1 if adds else len(weights), *weights[0].shape)  # one for all where nobody reads it
-        values = [made[0 if adds else i].view_as(weight) for i, weight in enumerate(weights)]
-        pairs = list(zip(weights, values, strict=True))
-        targets = [(weight.main_grad if adds else value) if weight.requires_grad else None for weight, value in pairs]
-        where = self._gradients[layer].of(targets, x.device)
-        dtype, tile = torch.float32 if adds else x.dtype, gradient_tile(x.dtype)
-        grouped_weight_gradients(dy, x, where, groups, dtype=dtype, add=adds, tile=tile)
         if adds:
-            for weight in trained:
-                weight.grad_added_to_main_grad = True
-        return [value if weight.requires_grad else None for weight, value in pairs]
+            targets = [weight.main_grad if weight.requires_grad else None for weight in weights]
+            table, dtype = self._gradients[layer].of(targets), trained[0].main_grad.dtype
+        else:
+            table, dtype = Table.of_slices(made), x.dtype
+        grouped_weight_gradients(dy, x, table, groups, dtype=dtype, add=adds, tile=gradient_tile(x.dtype))
+        for weight in trained if adds else ():
+            weight.grad_added_to_main_grad = True
+        values = made.expand(len(weights), *weights[0].shape).unbind()
+        return [value if weight.requires_grad else None for weight, value in zip(weights, values, strict=True)]
 
 
 class _Experts(torch.autograd.Function):
@@ -102,7 +101,7 @@ class _Experts(torch.autograd.Function):
         rows = rows.contiguous()
         tile = product_tile(rows.dtype)
         groups = Groups.of(counts, len(rows), tile)
-        ups, downs = experts.where(weights, rows.device)
+        ups, downs = experts.tables(weights)
         wide = grouped_product(rows, ups, weights[0].shape[0], groups, tile)
         output = grouped_product(weighted_swiglu(wide, probs), downs, rows.shape[1], groups, tile)
         ctx.save_for_backward(rows, probs, wide)
@@ -118,7 +117,7 @@ class _Experts(torch.autograd.Function):
         groups: Groups = ctx.groups
         tile = product_tile(rows.dtype)
         gradient = gradients[0].contiguous()
-        ups, downs = ctx.experts.where(ctx.parameters, rows.device)
+        ups, downs = ctx.experts.tables(ctx.parameters)
         d_narrow = grouped_product_transposed(gradient, downs, wide.shape[1] // 2, groups, tile)
         d_wide, d_probs, narrow = weighted_swiglu_gradients(d_narrow, wide, probs, groups.ends[-1])
         del d_narrow
@@ -132,7 +131,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _fits(config: Any) -> bool:
-    """Whether experts are SwiGLU without biases, whose weights begin at multiples of 16 bytes."""
+    """Whether experts are SwiGLU without biases, in a precision that torch has."""
     plain = config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
     altered = (
         config.add_bias_linear
@@ -142,5 +141,4 @@ def _fits(config: Any) -> bool:
         or config.fp8
         or config.fp4
     )
-    sizes = (config.hidden_size, config.moe_ffn_hidden_size // config.expert_tensor_parallel_size, config.kv_channels)
-    return bool(plain and not altered and not any(size % 8 for size in sizes))
+    return bool(plain and not altered)
