@@ -112,7 +112,7 @@ class Sample:
     rollout_log_probs: list[float] | None = None  # [T] nats, as the engine computed them
     teacher_log_probs: list[float] | None = None  # [T] nats, of the teacher of on-policy distillation
     weight_versions: list[WeightVersion] = field(default_factory=list)  # [T]
-    rollout_routed_experts: RoutedExperts | None = field(default=None, compare=False)  # at most [L - 1, layers, top_k]
+    rollout_routed_experts: RoutedExperts | None = field(default=None, hash=False)  # at most [L - 1, layers, top_k]
     status: _Status = _Status.PENDING
     awaits_hooks: bool = False  # generated, and not shown to the sample hooks yet
     remove_sample: bool = False  # True: keeps its place in baseline and denominator, its mask becomes 0
@@ -125,6 +125,9 @@ class Sample:
     custom_generate_function_path: str | None = None
 
     Status: ClassVar[type[_Status]] = _Status  # the guide writes Sample.Status.COMPLETED
+
+    def __eq__(self, other: object) -> bool:
+        return _equal(self, other)
 
     @property
     def truncated(self) -> bool:
@@ -166,6 +169,32 @@ class Sample:
         shared = ("multimodal_inputs", "multimodal_train_inputs")
         values = ((each.name, getattr(self, each.name)) for each in fields(self))
         return Sample(**{name: value if name in shared else _copied(value) for name, value in values})
+
+    def cut(self, length: int) -> None:
+        """Keeps the first ``length`` tokens, with what is known of each: mask, log-probs, versions, routes, turns.
+
+        A sample that goes on with other tokens in place of some of its own must be cut first: nothing tells later that
+        a log-prob or a route is that of a token which is no longer there. The text stays as it is: decode it anew.
+
+        Raises:
+            ValueError: it has fewer tokens, or ``length`` ends within the prompt.
+        """
+        begin = self.prompt_length
+        if not begin <= length <= len(self.tokens):
+            raise ValueError(
+                f"{self.name}: of {len(self.tokens)} tokens, {begin} of them the prompt, {length} cannot be kept"
+            )
+        kept = length - begin
+        self.tokens, self.response_length = self.tokens[:length], kept
+        for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs", "weight_versions"):
+            if getattr(self, name) is not None:
+                setattr(self, name, getattr(self, name)[:kept])
+        if self.rollout_routed_experts is not None:
+            self.rollout_routed_experts = self.rollout_routed_experts[: max(length - 1, 0)]
+        known = self.metadata.get("multi_turn") or {}
+        if "turns" in known:
+            turns = [[start, min(stop, kept)] for start, stop in known["turns"] if start < kept]
+            self.metadata = {**self.metadata, "multi_turn": {**known, "turns": turns}}
 
     def restarted(self) -> Sample:
         """The same prompt, for an answer of its own: nothing of the present one is left."""
@@ -270,6 +299,19 @@ class Sample:
             raise InvalidSample(f"{self.name}: loss_mask holds values other than 0 and 1")
 
 
+def _equal(one: Sample | TrainSample | Generation, other: object) -> bool:
+    """Whether two records are the same; the equality that dataclasses make cannot tell of arrays."""
+    if type(one) is not type(other):
+        return False
+    return all(_same(getattr(one, each.name), getattr(other, each.name)) for each in fields(one))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    return bool(one is other or one == other)
+
+
 def _copied(value: Any) -> Any:
     """Long lists of numbers are copied as such: a deep copy takes a hundred times as long."""
     if isinstance(value, list) and not any(isinstance(each, list | dict) for each in value[:1]):
@@ -315,9 +357,12 @@ class TrainSample:
     graded: bool = True  # whether there is a reward; a sample without one is never trained on
     truncated: bool = False
     metadata: dict[str, Any] | None = None
-    routed_experts: RoutedExperts | None = field(default=None, compare=False)  # at most [L - 1, layers, top_k]
+    routed_experts: RoutedExperts | None = field(default=None, hash=False)  # at most [L - 1, layers, top_k]
     scores: TokenScores = TokenScores()
     counts: bool = True  # whether it is one of N in means over samples; False: as if it were not there
+
+    def __eq__(self, other: object) -> bool:
+        return _equal(self, other)
 
     @property
     def total_length(self) -> int:
@@ -401,8 +446,11 @@ class Generation:
     log_probs: list[float]  # [T] nats
     weight_versions: list[WeightVersion]  # [T]
     finish_reason: str  # "stop", "length" or "abort"
-    routed_experts: RoutedExperts | None = field(default=None, compare=False)
+    routed_experts: RoutedExperts | None = field(default=None, hash=False)
     """From the token on from which they were wanted, without the last one; None: not wanted, or nothing was sampled."""
+
+    def __eq__(self, other: object) -> bool:
+        return _equal(self, other)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

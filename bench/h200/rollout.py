@@ -77,7 +77,8 @@ def engine_flags(tiny: bool, gpu: bool) -> dict[str, Any]:
 
 def offline(folder: Path, tiny: bool) -> dict[str, Any]:
     """tok/s of ``LLM.generate``, by N."""
-    from vime.serving.engine import EngineSpec, is_cpu_build
+    from vime.config.vllm_build import is_cpu_build
+    from vime.serving.engine import EngineSpec
 
     environment = EngineSpec(model=folder, cpu=is_cpu_build()).environment()  # read where vLLM is imported
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # LLM would otherwise compute in this process
@@ -106,7 +107,8 @@ def offline(folder: Path, tiny: bool) -> dict[str, Any]:
 
 def over_http(folder: Path, tiny: bool, servers: int, with_json: bool) -> dict[str, Any]:
     """tok/s of vime's client, router and engine, by N."""
-    from vime.serving.engine import EngineServer, EngineSpec, is_cpu_build
+    from vime.config.vllm_build import is_cpu_build
+    from vime.serving.engine import EngineServer, EngineSpec
 
     flags = engine_flags(tiny, gpu=not is_cpu_build()) | {"api_server_count": servers}
     spec = EngineSpec(model=folder, dtype="bfloat16", cpu=is_cpu_build(), flags=flags)

@@ -54,14 +54,14 @@ def test_some_ways_to_choose_cannot_be_told_routes(moe_flags: Callable[..., list
             "elsewhere does not know where their tokens went",
         ),
         (
+            ["--vllm-kv-offloading-size", "1"],
+            f"{FLAG} and --vllm-kv-offloading-size exclude each other: an engine that gets keys and values from "
+            "elsewhere does not know where their tokens went",
+        ),
+        (
             ["--vllm-decode-context-parallel-size", "2"],
             f"{FLAG} and --vllm-decode-context-parallel-size exclude each other: an engine that divides contexts "
             "tells no routes",
-        ),
-        (
-            ["--vllm-scheduler-cls", "my.Scheduler"],
-            f"{FLAG} and --vllm-scheduler-cls exclude each other: on CPUs vime needs a scheduler of its own to record "
-            "routes",
         ),
     ],
 )
@@ -70,6 +70,37 @@ def test_engines_that_cannot_tell_routes_are_refused(
 ) -> None:
     assert message in resolve(moe_flags(FLAG, *words)).violations
     assert message not in resolve(moe_flags(*words)).violations
+
+
+@pytest.mark.parametrize("cpus", [True, False])
+def test_classes_of_ones_own_are_refused_on_cpus_alone(
+    moe_flags: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, cpus: bool
+) -> None:
+    """Where vLLM records routes by itself it does so with any scheduler."""
+    monkeypatch.setattr("vime.config.rules.model.is_cpu_build", lambda: cpus)
+    words = ["--vllm-scheduler-cls", "my.Scheduler", "--vllm-worker-cls", "my.Worker"]
+    found = set(resolve(moe_flags(FLAG, *words)).violations) - set(resolve(moe_flags(*words)).violations)
+    why = "on CPUs vime needs a {} of its own to record routes"
+    refused = {
+        f"{FLAG} and --vllm-{each}-cls exclude each other: {why.format(each)}" for each in ("scheduler", "worker")
+    }
+    assert found == (refused if cpus else set())
+
+
+@pytest.mark.parametrize("with_replay", [[FLAG], []])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--vllm-enable-return-routed-experts"],
+        ["--no-vllm-enable-return-routed-experts"],
+        ["--vllm-aux-output-config", '{"max_bytes": 1000}'],
+    ],
+)
+def test_whether_engines_tell_routes_is_said_once(
+    moe_flags: Callable[..., list[str]], words: list[str], with_replay: list[str]
+) -> None:
+    found = [each for each in resolve(moe_flags(*with_replay, *words)).violations if words[0].lstrip("-")[3:] in each]
+    assert len(found) == 1 and f"use {FLAG}" in found[0]
 
 
 def test_what_changes_nothing_may_be_said(moe_flags: Callable[..., list[str]]) -> None:

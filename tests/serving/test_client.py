@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import orjson
@@ -91,6 +92,7 @@ async def test_a_request_carries_its_session_and_every_sampling_parameter(serve:
         "logprobs": 0,
         "detokenize": False,
         "skip_special_tokens": True,
+        "routed_experts_prompt_start": 2,  # the length of the prompt: no routes are wanted
     }
 
 
@@ -363,41 +365,60 @@ WANTED = SamplingParams(max_tokens=2, routed_experts_prompt_start=0)
 ONE_MOE_LAYER = RouteShape(num_layers=2, layers=(1,), num_experts=8, top_k=2)
 
 
-def with_npy(array: np.ndarray | None) -> dict[str, object]:
-    """An answer with two tokens and these routes, as vLLM writes them."""
-    npy = io.BytesIO()
-    if array is not None:
-        np.save(npy, array)
-    text = base64.b64encode(npy.getvalue()).decode() if array is not None else None
-    spans: list[answers.Span] = [{"version": "1", "start": 0, "end": 2}]
-    return dict(orjson.loads(answers.encode([11, 12], [-1.0, -2.0], spans, "stop", text)))
+SPANS: list[answers.Span] = [{"version": "1", "start": 0, "end": 2}]
 
 
-def read(answer: dict[str, object], params: SamplingParams, shape: RouteShape | None = None) -> Generation:
+def body_with(routes: np.ndarray | None) -> bytes:
+    """An answer with two tokens and these routes, as an engine writes it."""
+    return answers.encode([11, 12], [-1.0, -2.0], SPANS, "stop", routes)
+
+
+def read(body: bytes, params: SamplingParams, shape: RouteShape | None = None) -> Generation:
+    answer = answers.decode(body)
     return with_routes(parse_generation(answer), answer, request_body([5, 6], params), shape)
 
 
 def test_routes_are_those_of_layers_with_experts() -> None:
-    routes = read(with_npy(ROUTES), WANTED, ONE_MOE_LAYER).routed_experts
+    routes = read(body_with(ROUTES), WANTED, ONE_MOE_LAYER).routed_experts
     assert routes is not None and routes.dtype == np.uint8
     assert routes.tolist() == [[[3, 1]], [[0, 7]], [[4, 2]]]
-    later = read(with_npy(ROUTES[1:]), replace(WANTED, routed_experts_prompt_start=1), ONE_MOE_LAYER).routed_experts
+    later = read(body_with(ROUTES[1:]), replace(WANTED, routed_experts_prompt_start=1), ONE_MOE_LAYER).routed_experts
     assert later is not None and later.tolist() == [[[0, 7]], [[4, 2]]]
-    assert np.array_equal(read(with_npy(ROUTES), WANTED).routed_experts, ROUTES)
+    assert np.array_equal(read(body_with(ROUTES), WANTED).routed_experts, ROUTES)
 
 
-def test_routes_that_nobody_wants_are_not_kept() -> None:
-    assert read(with_npy(ROUTES), SamplingParams(max_tokens=2), ONE_MOE_LAYER).routed_experts is None
-    assert "routed_experts_prompt_start" not in request_body([5, 6], SamplingParams(max_tokens=2))["sampling_params"]
-    assert request_body([5, 6], WANTED)["sampling_params"]["routed_experts_prompt_start"] == 0
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_routes_take_their_own_bytes_in_an_answer_and_are_read_in_place(dtype: type) -> None:
+    routes = np.arange(400 * 48 * 8).reshape(400, 48, 8).astype(dtype)
+    body = body_with(routes[:, ::2])  # a view, not contiguous
+    assert len(body) < routes[:, ::2].nbytes + 300
+    found = answers.decode(body)["routed_experts"]
+    assert found.dtype == dtype and np.array_equal(found, routes[:, ::2])
+    assert np.shares_memory(found, np.frombuffer(body, np.uint8))
+
+
+def test_whoever_wants_no_routes_asks_for_those_behind_the_prompt() -> None:
+    def start(params: SamplingParams) -> object:
+        return request_body([5, 6], params)["sampling_params"]["routed_experts_prompt_start"]
+
+    assert start(SamplingParams(max_tokens=2)) == 2
+    assert start(WANTED) == 0
+
+
+async def test_routes_that_nobody_wants_are_not_kept(serve: Callable) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(body=body_with(ROUTES))
+
+    generation = await (await serve(handler)).generate([5, 6], SamplingParams(max_tokens=2), session_id="a")
+    assert generation.token_ids == [11, 12] and generation.routed_experts is None
 
 
 @pytest.mark.parametrize(
     ("routes", "message"),
     [
-        (None, "the routes in an engine's answer are missing"),
+        (None, "--use-rollout-routing-replay: an engine's answer has no routes, or not whole ones"),
         (ROUTES[:2], "told the routes of 2 tokens, and 3 were wanted"),
-        (ROUTES[:, :, :1], r"have the shape \[3, 2, 1\]; those of 4 tokens have \[3, 1, 2\]"),
+        (ROUTES[:, :, :1], r"have the shape \[3, 2, 1\]; those of 4 tokens have at most \[3, 1, 2\]"),
         (np.repeat(ROUTES, 2, axis=0), r"have the shape \[6, 2, 2\]"),
         (ROUTES + 3, "name expert 10; there are 8, from 0"),
         (ROUTES * 0, "send a token to the same expert twice"),  # what an engine tells of a layer without experts
@@ -406,12 +427,49 @@ def test_routes_that_nobody_wants_are_not_kept() -> None:
 )
 def test_an_answer_without_the_routes_that_were_wanted_is_an_error(routes: np.ndarray | None, message: str) -> None:
     with pytest.raises(EngineError, match=message):
-        read(with_npy(routes), WANTED, ONE_MOE_LAYER)
+        read(body_with(routes), WANTED, ONE_MOE_LAYER)
+
+
+@pytest.mark.parametrize("body", [body_with(ROUTES)[:-1], body_with(ROUTES) + b"0", body_with(ROUTES).split(b"\n")[0]])
+def test_routes_that_broke_off_are_not_read(body: bytes) -> None:
+    with pytest.raises(EngineError, match="no routes, or not whole ones"):
+        read(body, WANTED)
 
 
 async def test_a_client_hands_out_routes(serve: Callable) -> None:
     async def handler(request: web.Request) -> web.Response:
-        return web.json_response(with_npy(ROUTES))
+        return web.Response(body=body_with(ROUTES))
 
     generation = await (await serve(handler)).generate([5, 6], WANTED, session_id="a")
     assert np.array_equal(generation.routed_experts, ROUTES)
+
+
+async def test_wrong_routes_are_reported_with_their_request_and_session(serve: Callable) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(body=body_with(ROUTES[:2]))
+
+    message = (
+        r"the router \(http.*\), request vime-\w+-0 of session abc: --use-rollout-routing-replay: an engine told the "
+        "routes of 2 tokens, and 3 were wanted"
+    )
+    with pytest.raises(EngineError, match=message):
+        await (await serve(handler)).generate([5, 6], WANTED, session_id="abc")
+
+
+async def test_others_go_on_while_routes_are_looked_at(serve: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check is held up until something has happened in the event loop."""
+    loop, something_happened = asyncio.get_running_loop(), threading.Event()
+
+    class Slow(RouteShape):
+        def checked(self, routes: Any, tokens: int) -> np.ndarray:
+            loop.call_soon_threadsafe(something_happened.set)
+            assert something_happened.wait(5)
+            return super().checked(routes, tokens)
+
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(body=body_with(ROUTES))
+
+    client = await serve(handler)
+    monkeypatch.setattr(client, "_routes", Slow(num_layers=2, layers=(1,), num_experts=8, top_k=2))
+    generation = await client.generate([5, 6], WANTED, session_id="a")
+    assert generation.routed_experts.tolist() == ROUTES[:, 1:].tolist()

@@ -7,6 +7,7 @@ import inspect
 import random
 from dataclasses import replace
 
+import aiohttp
 import pytest
 
 from tests.serving.conftest import SAMPLED, TOLERANCE, Served, largest_difference, reference
@@ -128,6 +129,23 @@ async def test_a_pause_takes_no_longer_than_the_engine_needs_for_it(control: Eng
         assert await control.is_paused()
         await control.resume()
     assert min(paused_s) < 0.02
+
+
+async def test_a_pause_takes_what_that_of_vllm_takes(control: EngineControl) -> None:
+    async with aiohttp.ClientSession() as session:
+
+        async def said(query: str) -> tuple[int, str]:
+            async with session.post(f"{control.url}/pause?{query}") as answer:
+                return answer.status, await answer.text()
+
+        try:
+            for query in ("mode=keep&clear_cache=false", "mode=wait&clear_cache=false", "mode=abort", "mode=keep"):
+                assert await said(query) == (200, '{"status":"paused"}')
+            for query, wrong in (("mode=freeze", "mode"), ("clear_cache=perhaps", "clear_cache")):
+                status, text = await said(query)
+                assert (status, wrong in text) == (400, True), text
+        finally:
+            await control.resume()
 
 
 async def test_an_engine_tells_how_far_its_requests_are(control: EngineControl) -> None:

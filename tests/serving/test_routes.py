@@ -9,18 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
 
 from tests.serving.conftest import Sender, Served, changed, serve
 from tests.tiny import make_model
+from vime.config.vllm_build import is_cpu_build
 from vime.models import load_shape
 from vime.models.routes import RouteShape
 from vime.rollout.generate import append
-from vime.serving.client import RouterClient
-from vime.serving.control import EngineControl
-from vime.serving.engine import is_cpu_build
+from vime.serving import answers
+from vime.serving.client import RouterClient, request_body
+from vime.serving.control import GENERATE, EngineControl
+from vime.serving.engine import EngineServer, EngineSpec
 from vime.serving.health import check_generates
 from vime.serving.http import EngineError
 from vime.types import Generation, Sample, SamplingParams
@@ -141,15 +144,48 @@ async def test_routes_survive_a_weight_sync_in_the_middle_of_an_answer(client: R
     assert chosen_otherwise(engine.folder, tokens, routes)[1] > NEAR_TIE
 
 
-async def test_nobody_gets_routes_that_he_does_not_want(client: RouterClient) -> None:
+async def test_nobody_gets_routes_that_he_does_not_want(client: RouterClient, engine: Served) -> None:
+    """They are not even in the answer: 24 tokens are less than 500 bytes, the routes of 323 tokens 3,876."""
     unwanted = replace(PARAMS, routed_experts_prompt_start=None)
     assert (await client.generate(LONG, unwanted, session_id="a")).routed_experts is None
+    sizes = []
+    async with aiohttp.ClientSession(headers={"accept": answers.MEDIA_TYPE}) as session:
+        for params in (unwanted, PARAMS):
+            async with session.post(engine.url + GENERATE, json=request_body(LONG, params)) as answer:
+                assert answer.headers["content-type"] == answers.MEDIA_TYPE
+                sizes.append(len(await answer.read()))
+    assert sizes[0] < 500
+    routes = (len(LONG) + 24 - 1) * EXPERTS["num_hidden_layers"] * EXPERTS["num_experts_per_tok"]
+    assert 0 < sizes[1] - sizes[0] - routes < 100
 
 
 async def test_an_engine_that_tells_none_is_found_out_at_its_start(control: EngineControl) -> None:
     await check_generates(control, 60)
-    with pytest.raises(EngineError, match="the routes in an engine's answer are missing"):
-        await check_generates(control, 60, routes=True)
+    shape = RouteShape(num_layers=2, layers=(0, 1), num_experts=8, top_k=2)
+    with pytest.raises(EngineError, match=r"^engine 0 .*: --use-rollout-routing-replay: an engine's answer has no ro"):
+        await check_generates(control, 60, routes=shape)
+
+
+async def test_an_engine_that_tells_those_of_another_model_is_found_out_too(engine: Served) -> None:
+    control = EngineControl(engine.url, "engine 0")
+    right = RouteShape.of(load_shape(engine.folder))
+    await check_generates(control, 60, routes=right)
+    with pytest.raises(EngineError, match=r"^engine 0 .*: the routes in an engine's answer have the shape \[1, 4, 4\]"):
+        await check_generates(control, 60, routes=replace(right, top_k=2))
+    await control.close()
+
+
+@pytest.mark.slow
+def test_an_engine_without_a_prefix_cache_does_not_start(tmp_path: Path) -> None:
+    """vLLM's own guard looks at a flag that is not given on CPUs, where no route would be found again."""
+    if not is_cpu_build():
+        pytest.skip("there vLLM's own guard holds")
+    model = make_model(tmp_path / "model", "qwen3_moe", **EXPERTS)
+    spec = EngineSpec(model=model, routes=True, flags={"enable_prefix_caching": False})
+    with pytest.raises(EngineError, match="Engine core initialization failed"):
+        EngineServer(spec, log_dir=tmp_path).start()
+    said = (tmp_path / "engine_0.log").read_text()
+    assert "ValueError: --use-rollout-routing-replay needs the prefix cache, which vLLM has turned off" in said
 
 
 KINDS = {

@@ -209,8 +209,10 @@ class FakeCluster:
     def network(self) -> Iterator[None]:
         """All HTTP within goes to this cluster."""
 
-        async def call(server: HttpServer, method: str, path: str, body: Any = None, **options: Any) -> Any:
-            return await self.call(server, path, body, **options)
+        async def call(
+            server: HttpServer, method: str, path: str, body: Any = None, *, read: Any = None, **options: Any
+        ) -> Any:
+            return await self.call(server, path, body, **options)  # which answers with what was read
 
         with mock.patch.object(HttpServer, "call", call):
             yield

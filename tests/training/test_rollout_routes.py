@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -188,7 +188,8 @@ def disturbed(model: Path, folder: Path) -> Path:
 
 
 def test_tokens_without_a_route_go_where_the_router_sends_them(model: Path) -> None:
-    """Without both kinds of replay each pass chooses; with both, training repeats what the log-prob pass chose."""
+    """In the pass that meets them first: whatever follows the same routes later, as training does behind a log-prob
+    pass that chose, repeats that choice."""
     whole = told(make_samples())
     routes = [sample.routed_experts for sample in whole]
     assert routes[1] is not None and routes[2] is not None
@@ -262,7 +263,7 @@ def test_a_rank_has_the_routes_of_its_tokens_and_layers() -> None:
             assert cut is not None and torch.equal(cut.experts[3], mine.chunk(2)[part])
 
 
-def test_samples_of_another_rollout_have_no_routes(model_of: Callable[..., Path]) -> None:
+def test_every_token_of_a_sample_without_routes_is_left_to_the_router() -> None:
     pack = packer().pack(make_samples(2))
     assert pack.rollout_routes is not None and not pack.rollout_routes.complete
     assert (pack.rollout_routes.experts[3] == -1).all()

@@ -12,7 +12,7 @@ import numpy as np
 
 from vime.errors import UserError
 from vime.rewards.wire import grade_from_json, grade_to_json
-from vime.types import Sample, Status
+from vime.types import RoutedExperts, Sample, Status
 
 
 def sample_to_json(sample: Sample) -> dict[str, Any]:
@@ -21,13 +21,27 @@ def sample_to_json(sample: Sample) -> dict[str, Any]:
     Raises:
         UserError: a field, e.g. a metadata value that a hook put there, is nothing that JSON can hold.
     """
+    record = _checked(sample)
+    routes = record["rollout_routed_experts"]
+    return record | {"rollout_routed_experts": None if routes is None else _array_to_json(routes)}
+
+
+def check_sample(sample: Sample) -> None:
+    """Finds out whether JSON can hold a sample, without the work of packing it; raises as ``sample_to_json`` does."""
+    _checked(sample)
+
+
+def _checked(sample: Sample) -> dict[str, Any]:
+    """All fields as JSON values, but for the routes, which are as they are."""
     record = {each.name: getattr(sample, each.name) for each in dataclasses.fields(sample)}
     record["status"] = sample.status.value
     record["grade"] = grade_to_json(sample.grade) if sample.grade is not None else None
-    routes = record.pop("rollout_routed_experts")
     for name, value in record.items():
-        _check(sample, name, value)
-    return record | {"rollout_routed_experts": None if routes is None else _array_to_json(routes)}
+        if name != "rollout_routed_experts":
+            _check(sample, name, value)
+        elif value is not None and not (isinstance(value, np.ndarray) and value.dtype.kind in "iu"):
+            raise UserError(f"{sample.name}: {name} must be a numpy array of integers, not {type(value).__name__}")
+    return record
 
 
 def sample_from_json(record: dict[str, Any]) -> Sample:
@@ -42,14 +56,14 @@ def sample_from_json(record: dict[str, Any]) -> Sample:
     return Sample(**fields)
 
 
-def _array_to_json(array: Any) -> dict[str, Any]:
+def _array_to_json(array: RoutedExperts) -> dict[str, Any]:
     """Numbers as base64 of their bytes, little-endian: a list of them would be four times as long."""
     packed = np.ascontiguousarray(array, np.dtype(array.dtype).newbyteorder("<"))
     data = binascii.b2a_base64(packed.tobytes(), newline=False).decode()
     return {"dtype": packed.dtype.str, "shape": list(packed.shape), "data": data}
 
 
-def _array_from_json(record: dict[str, Any]) -> Any:
+def _array_from_json(record: dict[str, Any]) -> RoutedExperts:
     return np.frombuffer(binascii.a2b_base64(record["data"]), np.dtype(record["dtype"])).reshape(record["shape"])
 
 

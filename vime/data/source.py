@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vime.data import jsonl
 from vime.data.chat import PromptEncoder
-from vime.data.codec import sample_from_json, sample_to_json
+from vime.data.codec import check_sample, sample_from_json, sample_to_json
 from vime.data.jsonl import Keys, Row
 from vime.errors import UserError
 from vime.rewards import registry
@@ -144,7 +144,7 @@ class PromptSource:
         """
         for group in groups:
             for sample in group:
-                sample_to_json(sample)  # here, where the hook that put it there is near; not hours later, while saving
+                check_sample(sample)  # here, where the hook that put it there is near; not hours later, while saving
         self._buffer.extend(groups)
 
     def once_each(self) -> list[Group]:

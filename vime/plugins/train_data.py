@@ -36,9 +36,9 @@ def train_rows(answer: Any, samples: Sequence[Sample], score: Score = Sample.sco
         answer: a dict of lists: all of ``REQUIRED``, any of ``OPTIONAL``, all of one length. What is left out is as the
             samples have it, if there is a row for each of them: indices, ``truncated``, ``train_metadata``, where the
             response is the sample's too its loss mask, versions and log-probs (of engine and teacher), and where all
-            tokens are, its routes. A sample
-            that was removed or has no reward is not trained on then. Else a missing loss mask is all ones; a missing
-            raw reward is the reward. A row may have no response: it keeps its place and is not trained on.
+            tokens are, its routes. A sample that was removed or has no reward is not trained on then. Else a missing
+            loss mask is all ones; a missing raw reward is the reward. A row may have no response: it keeps its place
+            and is not trained on.
         score: reads the reward of a sample.
 
     Raises:

@@ -47,7 +47,7 @@ from vime.rollout.hooks import (
 from vime.rollout.limits import max_context_of
 from vime.rollout.manager import EvalMetrics, RolloutManager, RolloutMetrics
 from vime.rollout.openai_endpoint.entry import agent_of
-from vime.rollout.routes import route_shape, with_checked_routes
+from vime.rollout.routes import RouteCheck, route_shape
 from vime.rollout.runner import Gate, Generate, Rewarder, Runner
 from vime.rollout.sampling import Collected, InFlight, Judge, Sampler, keep_all, not_failed
 from vime.rollout.shaping import shape_rewards
@@ -234,6 +234,7 @@ def make_manager(
         batch_size=config.rollout.rollout_batch_size,
         post_process=_post_process(config, hooks, args),
         convert=_convert(config, hooks, args),
+        check=_check(config),
         metrics=_rollout_metrics(config, hooks, args, history),
         recorder=recorder,
         eval_sets=[
@@ -437,11 +438,6 @@ def _post_process(config: Config, hooks: Hooks, args: Args) -> PostProcess:
 
 
 def _convert(config: Config, hooks: Hooks, args: Args) -> Convert:
-    convert, routes = _conversion(config, hooks, args), route_shape(config)
-    return convert if routes is None else with_checked_routes(convert, routes)
-
-
-def _conversion(config: Config, hooks: Hooks, args: Args) -> Convert:
     off_policy = config.off_policy
     needing = [name for name in ("use_tis", "use_rollout_logprobs") if getattr(off_policy, name)]
     needs_log_probs = option(needing[0]) if needing else None
@@ -454,3 +450,8 @@ def _conversion(config: Config, hooks: Hooks, args: Args) -> Convert:
         needs_log_probs=needs_log_probs,
         exclude_zero_signal=config.algorithm.exclude_zero_signal_groups,
     )
+
+
+def _check(config: Config) -> RouteCheck | None:
+    shape = route_shape(config)
+    return None if shape is None else RouteCheck(shape, needed=not config.algorithm.use_routing_replay)

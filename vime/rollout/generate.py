@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from vime.errors import UserError
-from vime.models.routes import joined, unrouted
+from vime.models.routes import Pieces, grown, pieces_of, unrouted, whole
 from vime.ports import Generator
-from vime.types import Generation, Message, Sample, SamplingParams, Status
+from vime.types import Generation, InvalidSample, Message, Sample, SamplingParams, Status
 
 EncodePrompt = Callable[[str | list[Message]], Sequence[int]]
 DecodeTokens = Callable[[Sequence[int]], str]
@@ -37,6 +37,7 @@ class SingleTurn:
 
         Raises:
             UserError: the prompt leaves no room for a response.
+            InvalidSample: the sample has routes of more tokens than it can have.
         """
         if not sample.tokens:
             sample.tokens = list(self._encode(sample.prompt))
@@ -44,7 +45,7 @@ class SingleTurn:
         if budget == 0:
             sample.status = Status.TRUNCATED
             return sample
-        asked = unrouted(replace(params, max_tokens=budget), sample.rollout_routed_experts)
+        asked = unrouted(replace(params, max_tokens=budget), _routes(sample, None))
         generation = await self._generator.generate(
             sample.tokens, asked, session_id=sample.session_id or f"sample-{sample.index}"
         )
@@ -63,7 +64,12 @@ class SingleTurn:
 
 
 def append(sample: Sample, generation: Generation) -> None:
-    """Adds what an engine sampled to the end of ``sample``; everything before stays as it is."""
+    """Adds what an engine sampled to the end of ``sample``; everything before stays as it is.
+
+    Raises:
+        InvalidSample: the routes of the sample, or those of the engine, are not those of these tokens.
+    """
+    routes = _routes(sample, generation)
     count = len(generation.token_ids)
     if sample.loss_mask is not None:
         sample.loss_mask = [*sample.loss_mask, *([1] * count)]
@@ -71,5 +77,20 @@ def append(sample: Sample, generation: Generation) -> None:
     sample.response_length += count
     sample.rollout_log_probs = [*(sample.rollout_log_probs or []), *generation.log_probs]
     sample.weight_versions = [*sample.weight_versions, *generation.weight_versions]
-    sample.rollout_routed_experts = joined(sample.rollout_routed_experts, generation.routed_experts, len(sample.tokens))
+    sample.rollout_routed_experts = whole(routes)
     sample.status = STATUS_OF_FINISH[generation.finish_reason]
+
+
+def _routes(sample: Sample, generation: Generation | None) -> Pieces:
+    """Those of the sample, and those that a generation adds."""
+    tokens = len(sample.tokens)
+    try:
+        known = pieces_of(sample.rollout_routed_experts, tokens)
+    except ValueError as error:
+        raise InvalidSample(f"{sample.name}: its rollout_routed_experts {error}") from None
+    if generation is None:
+        return known
+    try:
+        return grown(known, generation.routed_experts, tokens + len(generation.token_ids))
+    except ValueError as error:
+        raise InvalidSample(f"{sample.name}: the routes of what was generated {error}") from None

@@ -38,6 +38,7 @@ class RolloutManager:
         collect: replaces the sampler if given.
         evaluate: replaces the evaluation of ``eval_sets`` if given.
         sample_filter: called with the closed groups; marks samples by ``remove_sample``.
+        check: called with each batch last, in a thread of its own, because it looks at megabytes of each sample.
         process_all: called afterwards with all groups that were finished, dropped ones too, in the order of their
             prompts.
         bound: how stale samples may be; its history of the engines' weights is told of each sync.
@@ -53,6 +54,7 @@ class RolloutManager:
         batch_size: int,
         post_process: PostProcess,
         convert: Convert = to_rollout_batch,
+        check: Callable[[RolloutBatch], RolloutBatch] | None = None,
         metrics: RolloutMetrics,
         recorder: Recorder,
         eval_sets: Sequence[EvalSet] = (),
@@ -69,6 +71,7 @@ class RolloutManager:
         self._batch_size = batch_size
         self._post_process = post_process
         self._convert = convert
+        self._check = check
         self._metrics = metrics
         self._recorder = recorder
         self._eval_sets = eval_sets
@@ -130,6 +133,8 @@ class RolloutManager:
             self._process_all(rollout_id, sorted(finished, key=group_order))
         self._recorder.samples(rollout_id, [sample for group in groups for sample in group])
         batch = self._convert(rollout_id, groups, self._post_process)
+        if self._check is not None:
+            batch = await asyncio.to_thread(self._check, batch)
         return replace(batch, metrics=metrics | batch.metrics)
 
     async def _sample(self, rollout_id: int) -> Collected:

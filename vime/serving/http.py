@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
 import orjson
 
 from vime.errors import EngineError as EngineError
+
+Read = Callable[[bytes], Any]
 
 SHOWN_BYTES = 500  # of an unexpected answer
 
@@ -54,8 +56,12 @@ class HttpServer:
         *,
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
+        read: Read | None = None,
     ) -> Any:
         """Sends one request and returns the JSON of the answer, or its text if it is not JSON, or None if it is empty.
+
+        Args:
+            read: reads an answer that is something else.
 
         Raises:
             Unreachable: no connection.
@@ -76,7 +82,7 @@ class HttpServer:
             raise Unreachable(f"{self} cannot be reached for {path}: {error or type(error).__name__}") from None
         if answer.status >= 400:
             raise Refused(f"{self} answered {path} with {answer.status}: {_reason(content)}", answer.status)
-        return _parsed(content)
+        return (read or _parsed)(content)
 
     def _pool(self) -> aiohttp.ClientSession:
         """The session, made in the running event loop; as many connections as there are calls, idle ones are reused."""

@@ -29,6 +29,10 @@ class RecordingScheduler(Scheduler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if not self.vllm_config.cache_config.enable_prefix_caching:  # vLLM's own guard looks at its own flag alone
+            raise ValueError(
+                "--use-rollout-routing-replay needs the prefix cache, which vLLM has turned off for this model"
+            )
         self.aux_output_connector = AuxOutputSchedulerConnector()
 
 

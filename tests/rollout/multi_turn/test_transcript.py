@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.rollout.fakes import routes_of
 from vime.data.codec import sample_from_json, sample_to_json
+from vime.models.routes import known_tokens
 from vime.rollout.multi_turn.transcript import NotAppended, Transcript
 from vime.types import Generation, Sample, Status
 
@@ -161,7 +162,18 @@ def test_a_copy_has_routes_of_its_own() -> None:
     transcript = Transcript(PROMPT)
     other = transcript.copy()
     other.sampled(routed(other, [10, 11]), other.tokens)
-    assert transcript.routes is None and other.routes is not None and len(other.routes) == 4
+    assert known_tokens(transcript.routes) == 0 and known_tokens(other.routes) == 4
+
+
+def test_routes_that_are_not_those_of_the_tokens_are_refused() -> None:
+    transcript = Transcript([1, 2, 3])
+    wrong = dataclasses.replace(generation(10, 11), routed_experts=routes_of([1, 2, 3, 10, 11]))
+    with pytest.raises(NotAppended, match="the routes of a generation are those of 5 tokens, and only the first 4 of"):
+        transcript.sampled(wrong, transcript.tokens)
+    assert len(transcript) == 3
+    sample = Sample(index=5, tokens=[1, 2, 3], rollout_routed_experts=routes_of([1, 2, 3]))
+    with pytest.raises(NotAppended, match=r"sample 5 .*: its rollout_routed_experts are those of 3 tokens"):
+        Transcript.of(sample)
 
 
 def routed(transcript: Transcript, token_ids: list[int], version: int = 1) -> Generation:
@@ -215,3 +227,17 @@ def test_each_token_is_trained_exactly_if_it_was_sampled(steps: list[tuple[str, 
     turns = sample.metadata["multi_turn"]["turns"]
     assert [sum(start <= i < stop for start, stop in turns) for i in range(len(owners))] == owners
     assert sample.weight_versions == ([4] * len(owners) if any(owners) else [])
+
+
+def test_a_sample_that_is_cut_goes_on_where_it_was_cut() -> None:
+    """Within the second turn, and between the turns."""
+    for length, turns in ((9, [[3, 5], [8, 9]]), (7, [[3, 5]])):
+        transcript, sample = two_turns(), Sample(index=0)
+        sampled(transcript, 13, 14, version=6)
+        transcript.write(sample, status=Status.ABORTED, response="")
+        sample.cut(length)
+        found = Transcript.of(sample)
+        assert found.tokens == transcript.tokens[:length]
+        assert [[turn.start, turn.stop] for turn in found.turns] == turns
+    with pytest.raises(ValueError, match=r"sample 0 .*: of 7 tokens, 3 of them the prompt, 2 cannot be kept"):
+        sample.cut(2)

@@ -13,6 +13,7 @@ _DISAGGREGATION = "separate prefill and decode servers are not supported by this
 _SHARED_LAYOUT = "use --tensor-model-parallel-size and its kin"
 _WINDOW = "attention is over the whole sample: no supported model has a window"
 _CAPACITY = "no token is dropped: engines drop none either"
+_ROUTES = "use --use-rollout-routing-replay"
 _OBJECT = "no flag can give it: it is a Python object"
 
 OWNED: Mapping[str, Mapping[str, str]] = {
@@ -46,6 +47,8 @@ OWNED: Mapping[str, Mapping[str, str]] = {
         "logprobs-mode": "it is processed_logprobs: the trainer uses the same definition",
         "weight-transfer-config": _ENGINE_WEIGHTS,
         "worker-extension-cls": _ENGINE_WEIGHTS,
+        "enable-return-routed-experts": _ROUTES,
+        "aux-output-config": _ROUTES + "; engines keep the routes of as many tokens as their cache holds",
         "skip-tokenizer-init": "engines need the tokenizer to stop at texts",
     },
     "router": {

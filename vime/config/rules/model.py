@@ -10,16 +10,21 @@ from vime.config.config import Config
 from vime.config.kinds import human_int
 from vime.config.rules.base import Violation, known, option
 from vime.config.rules.expected import EXPECTED, agrees
+from vime.config.vllm_build import is_cpu_build
 from vime.errors import UserError
 
 if TYPE_CHECKING:
     from vime.models import ModelShape
 
-CANNOT_TELL_ROUTES = {
-    "decode_context_parallel_size": "an engine that divides contexts tells no routes",
-    "kv_transfer_config": "an engine that gets keys and values from elsewhere does not know where their tokens went",
-    "scheduler_cls": "on CPUs vime needs a scheduler of its own to record routes",
-    "worker_cls": "on CPUs vime needs a worker of its own to record routes",
+_ELSEWHERE = "an engine that gets keys and values from elsewhere does not know where their tokens went"
+CANNOT_TELL_ROUTES = {  # flags of vLLM: what they may be all the same, and why they may be nothing else
+    "decode_context_parallel_size": (1, "an engine that divides contexts tells no routes"),
+    "kv_transfer_config": (None, _ELSEWHERE),
+    "kv_offloading_size": (None, _ELSEWHERE),
+}
+CPUS_CANNOT_TELL_ROUTES = {
+    "scheduler_cls": (None, "on CPUs vime needs a scheduler of its own to record routes"),
+    "worker_cls": ("auto", "on CPUs vime needs a worker of its own to record routes"),
 }
 
 
@@ -144,8 +149,9 @@ def engines_tell_routes(config: Config) -> Iterator[Violation]:
         yield Violation(f"{flag}: fine-tuning on given dialogues samples nothing, so there are no routes to follow")
     if config.vllm.get("enable_prefix_caching") is False:
         yield Violation(f"{flag} needs the prefix cache of the engines: leave out --no-vllm-enable-prefix-caching")
-    for name, why in CANNOT_TELL_ROUTES.items():
-        if config.vllm.get(name) not in (None, 1, "auto"):
+    flags = CANNOT_TELL_ROUTES | (CPUS_CANNOT_TELL_ROUTES if is_cpu_build() else {})
+    for name, (harmless, why) in flags.items():
+        if config.vllm.get(name) not in (None, harmless):
             yield Violation(f"{flag} and {option('vllm_' + name)} exclude each other: {why}", ("vllm_" + name,))
 
 

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vime.errors import UserError
-from vime.models.routes import joined
-from vime.types import Generation, RoutedExperts, Sample, Status, WeightVersion
+from vime.models.routes import Pieces, grown, pieces_of, whole
+from vime.types import Generation, Sample, Status, WeightVersion
 
 __all__ = ["METADATA_KEY", "NotAppended", "Transcript", "final_answer", "marked"]
 
@@ -52,14 +52,15 @@ class Transcript:
         self._log_probs: list[float] = []
         self._versions: list[WeightVersion | None] = []  # None: said before anything was sampled
         self._turns: list[range] = []
-        self._routes: RoutedExperts | None = None  # of the first tokens
+        self._routes: Pieces = ()
 
     @classmethod
     def of(cls, sample: Sample) -> Transcript:
         """What an interrupted sample holds, to go on from there.
 
         Raises:
-            NotAppended: it has no tokens, or response tokens without log-probs or versions.
+            NotAppended: it has no tokens, response tokens without log-probs or versions, or routes of more tokens than
+                it can have.
         """
         found = cls(sample.tokens[: sample.prompt_length])
         length = sample.response_length
@@ -74,7 +75,10 @@ class Transcript:
         found._mask, found._log_probs = mask, log_probs
         found._versions = list(versions) or [None] * length
         found._turns = _turns_of(sample.metadata, mask, found._prompt_length)
-        found._routes = sample.rollout_routed_experts
+        try:
+            found._routes = pieces_of(sample.rollout_routed_experts, len(sample.tokens))
+        except ValueError as error:
+            raise NotAppended(f"{sample.name}: its rollout_routed_experts {error}") from None
         return found
 
     def copy(self) -> Transcript:
@@ -107,8 +111,9 @@ class Transcript:
         return tuple(self._mask)
 
     @property
-    def routes(self) -> RoutedExperts | None:
-        """Where the first tokens were sent by the engines' routers, if they told."""
+    def routes(self) -> Pieces:
+        """Where the first tokens were sent by the engines' routers, if they told; ``models.routes`` has what goes on
+        from there."""
         return self._routes
 
     @property
@@ -139,7 +144,7 @@ class Transcript:
 
         Raises:
             NotAppended: the engine was given something else than this transcript, or its answer lacks log-probs or
-                versions.
+                versions, or has routes that are not those of these tokens.
         """
         if not (len(given) == len(self._tokens) and list(given) == self._tokens):
             raise NotAppended(
@@ -153,9 +158,13 @@ class Transcript:
             )
         if not all(map(math.isfinite, generation.log_probs)):
             raise NotAppended("a generation has a log-prob that is not finite")
+        try:
+            routes = grown(self._routes, generation.routed_experts, len(self._tokens) + len(ids))
+        except ValueError as error:
+            raise NotAppended(f"the routes of a generation {error}") from None
         begin = self._turns.pop().start if self.in_turn else len(self._tokens)
         self._append(ids, 1, generation.log_probs, generation.weight_versions)
-        self._routes = joined(self._routes, generation.routed_experts, len(self._tokens))
+        self._routes = routes
         if begin < len(self._tokens):
             self._turns.append(range(begin, len(self._tokens)))
 
@@ -187,7 +196,7 @@ class Transcript:
         sample.loss_mask = list(self._mask)
         sample.rollout_log_probs = list(self._log_probs)
         sample.weight_versions = self._known_versions()
-        sample.rollout_routed_experts = self._routes
+        sample.rollout_routed_experts = whole(self._routes)
         sample.status = status
         begin = self._prompt_length
         known = sample.metadata.get(METADATA_KEY) or {}
