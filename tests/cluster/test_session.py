@@ -1,4 +1,4 @@
-"""Flags that the slots of the cluster cannot follow are refused before any process of the run starts."""
+"""Flags that the slots of the cluster cannot follow are refused before any process starts; what objects may take."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.tiny import make_model
 from tests.training.harness import config_of
-from vime.cluster.session import Slots, check_devices
+from vime.cluster.session import OBJECT_STORE_BYTES, Slots, check_devices, object_store_bytes
 from vime.errors import UserError
 
 
@@ -22,3 +22,9 @@ def test_accumulating_products_need_a_gpu(tmp_path: Path) -> None:
     check_devices(asked, slots("GPU"))
     check_devices(config_of(model), slots("CPU"))
     check_devices(config_of(model, "--no-gradient-accumulation-fusion"), slots("CPU"))
+
+
+def test_batches_with_routes_have_the_room_that_ray_would_choose(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3_moe")
+    assert object_store_bytes(config_of(model)) == OBJECT_STORE_BYTES
+    assert object_store_bytes(config_of(model, "--use-rollout-routing-replay")) is None

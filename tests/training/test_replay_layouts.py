@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +45,10 @@ PASSES = {"ep2 moe": 2, "tp2 sp etp2": 1, "pp2 vpp2 full": 2, "cp2 full": 2}
 """How often a layer sees a micro-batch while it trains: once more where it is recomputed."""
 
 
+FOLLOWED = -1
+"""The number of all micro-batches that nothing is recorded of: they have the routes of a rollout."""
+
+
 @dataclass
 class Seen:
     """The experts of each token [T, experts], bool, by the micro-batch on this rank and the layer."""
@@ -63,7 +67,7 @@ def watched(worker: TrainWorker, left: Any, *, flip: bool = False) -> Iterator[S
         probs, chosen = route(self, *args, **kwargs)
         if self.router_replay is not None:
             routes = self.router_replay.routes
-            key = numbers[id(routes)], self.layer_number
+            key = numbers.get(id(routes), FOLLOWED), self.layer_number
             if routes.recording:
                 seen.recorded[key] = chosen.clone()
             else:
@@ -91,17 +95,27 @@ def flipped(worker: TrainWorker, left: Any) -> Iterator[Seen]:
 
 
 @contextmanager
-def told(worker: TrainWorker, left: Any) -> Iterator[None]:
-    """Samples have routes, which depend on the token, its position and the layer alone."""
+def told(worker: TrainWorker, left: Any, lacking: Container[int] = ()) -> Iterator[None]:
+    """Samples have routes, which depend on the token, its position and the layer alone; some lack the later half."""
     pack = Packer.pack
 
     def with_routes(self: Packer, samples: Sequence[TrainSample]) -> MicroBatch:
-        batch = pack(self, [dataclasses.replace(each, routed_experts=routes_of(each)) for each in samples])
+        kept = [(each.total_length - 1) // (2 if each.index in lacking else 1) for each in samples]
+        known = [routes_of(each)[:length] for each, length in zip(samples, kept, strict=True)]
+        batch = pack(
+            self, [dataclasses.replace(each, routed_experts=of) for each, of in zip(samples, known, strict=True)]
+        )
         batch.segments.routes = Routes(told=batch.rollout_routes)
         return batch
 
     with mock.patch.object(Packer, "pack", with_routes):
         yield
+
+
+@contextmanager
+def told_with_gaps(worker: TrainWorker, left: Any) -> Iterator[Seen]:
+    with told(worker, left, lacking=LACKING), watched(worker, left) as seen:
+        yield seen
 
 
 def routes_of(sample: TrainSample) -> np.ndarray:
@@ -128,6 +142,14 @@ ROWS = {
 
 TOLD = dataclasses.replace(FREE, flags=[*FREE.flags, "--use-rollout-routing-replay"], around=told)
 ROWS["told"] = TOLD
+LACKING = (3,)
+GAPS = dataclasses.replace(
+    TOLD,
+    flags=[*TOLD.flags, "--use-rollout-logprobs"],
+    layouts=("ep2 moe", "pp2 vpp2 full", "cp2 full"),
+    around=told_with_gaps,
+)
+ROWS["gaps"] = GAPS
 SLOW = dataclasses.replace(TOLD, layouts=("cp2 ep2", "tp2 sp ep2", "tp2 sp ep2 etp2 do", "pp2 ep2 full"))
 
 
@@ -185,6 +207,19 @@ def test_a_layout_changes_no_number_along_the_routes_of_a_rollout(
         abs(outcomes[f"free: {layout}"][0].metrics[0]["train/loss"] - matrix.alone("told").metrics[0]["train/loss"])
         > 1e-3
     )
+
+
+@pytest.mark.parametrize("layout", GAPS.layouts)
+def test_all_ranks_route_the_tokens_that_one_of_them_lacks_routes_of(
+    layout: str, outcomes: dict[str, list[Outcome]]
+) -> None:
+    """In the same micro-batch, which they compute together before weights move, and no other."""
+    for rank in outcomes[f"gaps: {layout}"]:
+        seen: Seen = rank.left
+        uses = Counter(key for key, _ in seen.used if key[0] != FOLLOWED)
+        assert {number for number, _ in seen.recorded} == {0}
+        assert uses == dict.fromkeys(seen.recorded, PASSES[layout])
+        assert all(torch.equal(chosen, seen.recorded[key]) for key, chosen in seen.used if key in seen.recorded)
 
 
 @pytest.mark.slow

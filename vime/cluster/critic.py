@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from vime.actor_critic import ActorCritic
@@ -15,6 +16,7 @@ from vime.cluster.training_job import split
 from vime.cluster.turns import Guest, Turns
 from vime.config import Config
 from vime.config.roles import critic_config
+from vime.types import RolloutBatch
 
 __all__ = ["FIRST_ROLLOUT", "Critic", "first_rollout"]
 
@@ -33,7 +35,11 @@ class Critic:
         self._config, self._turns = config, turns
         own = critic_config(config)
         self._group = TrainGroup(
-            own, placement.critic_rank, threads, lambda batch, dp_size: split(batch, dp_size, own), CriticActor
+            own,
+            placement.critic_rank,
+            threads,
+            lambda batch, dp_size: split(without_routes(batch), dp_size, own),
+            CriticActor,
         )
         self.shares_devices = config.cluster.colocate_critic
         self._model: TrainGroup | Guest = turns.guest(self._group) if self.shares_devices else self._group
@@ -65,6 +71,11 @@ class Critic:
     async def stop(self) -> None:
         """Never raises."""
         await self._group.stop()
+
+
+def without_routes(batch: RolloutBatch) -> RolloutBatch:
+    """The same samples for a critic, which routes for itself: routes are most of what a batch holds."""
+    return replace(batch, samples=tuple(replace(sample, routed_experts=None) for sample in batch.samples))
 
 
 def first_rollout(start: int, resumed: Mapping[str, Any] | None) -> int:

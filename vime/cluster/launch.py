@@ -20,7 +20,7 @@ from vime.cluster.calls import RemoteError
 from vime.cluster.job import Job
 from vime.cluster.memory import PeakMemory
 from vime.cluster.record import Record, open_record, resume_command
-from vime.cluster.session import Slots, check_devices, check_memory, ray_session
+from vime.cluster.session import Slots, check_devices, check_memory, object_store_bytes, ray_session
 from vime.cluster.sft_job import SftJob
 from vime.cluster.supervision import supervised
 from vime.cluster.training_job import TrainingJob
@@ -75,7 +75,7 @@ async def run(config: Config) -> None:
         memory = await stack.enter_async_context(PeakMemory())
         record = stack.enter_context(open_record(config, total=data.num_rollout(config)))
         with record.report.phase("start"):
-            slots = stack.enter_context(ray_session(config.cluster.num_slots))
+            slots = stack.enter_context(ray_session(config.cluster.num_slots, object_store_bytes(config)))
             check_devices(config, slots)
             check_memory(config, slots)
             stack.enter_context(sigterm_cancels())

@@ -30,11 +30,14 @@ class Slots:
 
 
 @contextmanager
-def ray_session(needed: int) -> Iterator[Slots]:
+def ray_session(needed: int, store_bytes: int | None) -> Iterator[Slots]:
     """A Ray cluster for the time of the block.
 
     Under ``ray job submit``, or where RAY_ADDRESS is set, the job joins that cluster and leaves it running. Else a
     local one is started, and ended with the block; on a machine without GPUs it offers as many slots as are needed.
+
+    Args:
+        store_bytes: of a local one, for objects; None: Ray chooses. What does not fit goes to disk.
 
     Raises:
         UserError: the cluster has fewer slots than needed, or cannot be joined.
@@ -50,12 +53,21 @@ def ray_session(needed: int) -> Iterator[Slots]:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            object_store_memory=OBJECT_STORE_BYTES,
+            object_store_memory=store_bytes,
         )
     try:
         yield _slots(needed, cores)
     finally:
         ray.shutdown()
+
+
+def object_store_bytes(config: Config) -> int | None:
+    """What a Ray of our own may have for objects, in bytes; it takes memory only as it fills.
+
+    Routes are gigabytes, so with them it is Ray's choice: 30 % of the memory that is available as it starts, but no
+    more than /dev/shm has, and 200 GB at most.
+    """
+    return None if config.algorithm.use_rollout_routing_replay else OBJECT_STORE_BYTES
 
 
 def _join() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,9 +79,14 @@ class TrainGroup:
         return metrics
 
     async def _share(self, method: str, shares: list[TrainBatch], *, what: str) -> list[Any]:
-        """Gives each rank the share of its data-parallel rank; the answers by rank."""
+        """Gives each rank the share of its data-parallel rank; the answers by rank.
+
+        Shares may have gigabytes of routes. Ray keeps one copy of each on every node where a rank reads it, until the
+        call is over, and makes it beside the loop.
+        """
+        stored = await asyncio.to_thread(lambda: [ray.put(share) for share in shares])
         calls = [
-            getattr(rank, method).remote(shares[info.dp_rank])
+            getattr(rank, method).remote(stored[info.dp_rank])
             for rank, info in zip(self._ranks, self._infos, strict=True)
         ]
         return await wait_all(calls, what=what, timeout_s=STEP_TIMEOUT_S)

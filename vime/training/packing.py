@@ -130,7 +130,7 @@ class Packer:
             total_lengths=tuple(sample.total_length for sample in samples),
             response_lengths=tuple(sample.response_length for sample in samples),
             newest_version=max((version for s in samples for version in s.weight_versions), default=None),
-            rollout_routes=None if self.routes is None else self._rollout_routes(layout, samples, self.routes),
+            rollout_routes=None if self.routes is None else self._rollout_routes(layout, filling, samples, self.routes),
             ahead=self._ahead(layout, predictors_t, targets_t) if self.ahead else None,
         )
 
@@ -175,20 +175,28 @@ class Packer:
             predicted_p=predicted.to(self.device) if which is None else predicted.to(self.device)[which],
         )
 
-    def _rollout_routes(self, layout: _Layout, samples: Sequence[TrainSample], wanted: RankRoutes) -> RolloutRoutes:
-        """Of this rank's tokens and layers."""
-        total = len(layout.tokens)
-        whole = np.full((len(wanted.columns), total, wanted.top_k), -1, np.int16)
+    def _rollout_routes(
+        self, layout: _Layout, filling: int, samples: Sequence[TrainSample], wanted: RankRoutes
+    ) -> RolloutRoutes:
+        """Of this rank's tokens and layers: nothing else is copied. What fills the pack goes to each expert in turn."""
+        total, columns = len(layout.tokens), list(wanted.columns.values())
+        whole = torch.arange(total) if self.part is None else self.part.tokens(total)
+        mine = whole.chunk(wanted.parts)[wanted.part].numpy()  # places in the pack, in ascending order
+        experts = np.zeros((len(columns), len(mine), wanted.top_k), wanted.dtype)
+        untold = np.ones((len(columns), len(mine)), np.bool_)
         for start, i, first, count in layout.pieces:
             told = samples[i].routed_experts
             if told is not None:
-                rows = told[first : first + count, list(wanted.columns.values())]
-                whole[:, start : start + len(rows)] = rows.swapaxes(0, 1)
-        here = torch.from_numpy(whole)
-        if self.part is not None:
-            here = here[:, self.part.tokens(total)]
-        here = here.chunk(wanted.parts, 1)[wanted.part].contiguous()
-        return RolloutRoutes(dict(zip(wanted.columns, here, strict=True)), complete=not bool((here < 0).any()))
+                begin, end = np.searchsorted(mine, (start, start + max(0, min(count, len(told) - first))))
+                rows = told[mine[begin:end] - start + first][:, columns].swapaxes(0, 1)
+                experts[:, begin:end], untold[:, begin:end] = rows, rows[..., 0] < 0
+        fills = int(np.searchsorted(mine, total - filling))
+        in_turn = np.arange((len(mine) - fills) * wanted.top_k).reshape(-1, wanted.top_k)
+        experts[:, fills:], untold[:, fills:] = in_turn % wanted.num_experts, False
+        return RolloutRoutes(
+            dict(zip(wanted.columns, torch.from_numpy(experts).to(self.device), strict=True)),
+            dict(zip(wanted.columns, torch.from_numpy(untold).to(self.device), strict=True)) if untold.any() else {},
+        )
 
     def _optional(self, values: Sequence[tuple[float, ...] | None]) -> Tensor | None:
         """Float32 [t]; None when a sample has none."""
@@ -209,9 +217,15 @@ class RankRoutes:
     of the tokens."""
 
     columns: Mapping[int, int]  # the place in ``TrainSample.routed_experts``, by the number of the layer
+    num_experts: int
     top_k: int
     part: int = 0
     parts: int = 1
+
+    @property
+    def dtype(self) -> type[np.uint8 | np.int16]:
+        """The smallest that names every expert."""
+        return np.uint8 if self.num_experts <= 1 << 8 else np.int16
 
 
 class Piece(NamedTuple):
@@ -261,9 +275,13 @@ class _Layout:
 
 
 def _most_told(samples: Sequence[TrainSample], members: list[int]) -> int:
-    """The one of some samples with the same prompt whose routes the prompt follows."""
-    told = {i: 0 if (routes := samples[i].routed_experts) is None else len(routes) for i in members}
-    return max(members, key=told.__getitem__)
+    """The one of some samples with the same prompt that has the most routes for it, which the prompt follows."""
+
+    def told(i: int) -> int:
+        routes, sample = samples[i].routed_experts, samples[i]
+        return 0 if routes is None else int((routes[: sample.total_length - sample.response_length, :, 0] >= 0).sum())
+
+    return members[0] if len(members) == 1 else max(members, key=told)
 
 
 def _prompt(sample: TrainSample) -> tuple[int, ...]:

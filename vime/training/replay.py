@@ -6,8 +6,9 @@ were taken. So routes are chosen once and followed from then on. With --use-rout
 log-probs chooses them (R2), with --use-rollout-routing-replay the engines have chosen them while they sampled (R3).
 Only the choice is repeated: the weights of the chosen experts are computed anew, and get their gradients.
 
-An engine does not tell the routes of every token. Of the others the router chooses, and what it chose in the log-prob
-pass is followed too.
+An engine does not tell the routes of every token. Of the others the router chooses in the first pass, and all later
+ones follow that choice too. Where the weights move before a micro-batch is trained, its first pass is one that takes
+log-probs, before they do.
 
 Routes belong to one micro-batch on one rank. They travel with it (``Segments.routes``), so that several micro-batches
 may be under way in a pipeline, and a layer that is recomputed in the backward pass follows the routes of its own.
@@ -33,22 +34,23 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutRoutes:
-    """What engines told of the tokens of one micro-batch on this rank, by the number of the layer.
+    """What engines told of the tokens of one micro-batch on this rank, by the number of the layer."""
 
-    It stays on the host, from where each layer takes its own when it is computed: altogether it would be several bytes
-    for each token, layer and expert.
-    """
+    experts: Mapping[int, Tensor]  # uint8, or int16 from 257 experts on: [T, top_k]
+    untold: Mapping[int, Tensor] = field(default_factory=dict)  # bool [T], where experts mean nothing; empty: nowhere
 
-    experts: Mapping[int, Tensor]  # int16 [T, top_k]; negative where there is none
-    complete: bool  # there is one for every token
+    @property
+    def complete(self) -> bool:
+        """Whether every token has a route in every layer."""
+        return not self.untold
 
 
 @dataclass(slots=True)
 class Routes:
     """The experts of each token of one micro-batch on this rank, by the number of the layer."""
 
-    experts: dict[int, Tensor] = field(default_factory=dict)  # int16 [T, top_k]; int64 would be four times as much
-    recording: bool = False
+    experts: dict[int, Tensor] = field(default_factory=dict)  # as small as those of ``RolloutRoutes``
+    recording: bool = False  # what is known already is chosen anew
     told: RolloutRoutes | None = None  # followed where nothing was recorded, and what is recorded follows it
 
     def at(self, layer: int) -> LayerRoutes:
@@ -73,27 +75,29 @@ class LayerRoutes:
         Raises:
             KeyError: the layer was not recorded.
         """
-        experts, complete = self._known(scores.device)
-        if not complete:
+        experts, untold = self._known()
+        if experts is None or untold is not None:
             _, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-            experts = own if experts is None else torch.where(experts < 0, own, experts)
-            if self.routes.recording:
-                self.routes.experts[self.layer] = experts.short()
-        assert experts is not None and experts.shape == (len(scores), topk), (self.layer, scores.shape, topk)
+            experts = own if experts is None or untold is None else torch.where(untold[:, None], own, experts)
+            self.routes.experts[self.layer] = experts.to(torch.uint8 if scores.shape[1] <= 1 << 8 else torch.int16)
+        assert experts.shape == (len(scores), topk), (self.layer, scores.shape, topk)
         return scores.gather(1, experts), experts
 
-    def _known(self, device: torch.device) -> tuple[Tensor | None, bool]:
-        """int64 [T, top_k] and whether every token has a route; negative for those that have none."""
+    def _known(self) -> tuple[Tensor | None, Tensor | None]:
+        """int64 [T, top_k]; and bool [T], the tokens of which that does not hold, where there are such."""
         routes, told = self.routes, self.routes.told
         if not routes.recording and (told is None or self.layer in routes.experts):
-            return routes.experts[self.layer].long(), True
+            return routes.experts[self.layer].long(), None
         if told is None:
-            return None, False
-        return told.experts[self.layer].to(device, non_blocking=True).long(), told.complete
+            return None, None
+        return told.experts[self.layer].long(), told.untold.get(self.layer)
 
 
 def follow(batches: Sequence[MicroBatch]) -> None:
-    """From now on these micro-batches are computed along the routes that engines told."""
+    """From now on these micro-batches are computed along the routes that engines told.
+
+    Where those have gaps, the first pass fills them.
+    """
     for batch in batches:
         batch.segments.routes = Routes(told=batch.rollout_routes)
 

@@ -163,6 +163,7 @@ class TrainWorker(ModelWorker[Given]):
         columns = {layer + 1: column for column, layer in enumerate(shape.layers)}  # Megatron counts layers from 1
         return RankRoutes(
             columns={each.layer_number: columns[each.layer_number] for each in routers if each.layer_number in columns},
+            num_experts=shape.num_experts,
             top_k=shape.top_k,
             part=group.rank() if cut else 0,
             parts=group.size() if cut else 1,
@@ -290,25 +291,38 @@ class TrainWorker(ModelWorker[Given]):
         """
         scored = all(pack.scores.log_probs_t is not None for pack in packs)
         ref: LogProbs = [pack.scores.ref_log_probs_t for pack in packs]
-        old: LogProbs = [pack.scores.log_probs_t for pack in packs]
-        algorithm, off_policy = self.config.algorithm, self.config.off_policy
+        old: list[Tensor | None] = [pack.scores.log_probs_t for pack in packs]
+        algorithm, engine = self.config.algorithm, self.config.off_policy.use_rollout_logprobs
         if REFERENCE in self._weight_sets and not scored:
             with clock.phase("ref_log_probs"), self._weight_sets.use(REFERENCE):
                 ref = self._log_probs(packs, "ref_")
-        chosen, engine = algorithm.use_routing_replay, off_policy.use_rollout_logprobs
-        replayed = chosen or algorithm.use_rollout_routing_replay
-        moves = self.config.batch.num_steps_per_rollout > 1 or algorithm.kl_coef or off_policy.keep_old_actor
-        moves = moves or self.config.distillation.use_opd
-        wanted = (moves and not engine) or off_policy.tis_batch_normalize or self._hooks.want_log_probs
         if algorithm.use_rollout_routing_replay:
             follow(packs)
-        if chosen or (wanted and not scored):
-            with clock.phase("log_probs"), self._sampling_actor(packs), recorded(packs) if replayed else nullcontext():
-                old = self._log_probs(packs, "")
+        if passing := self._passing(packs, scored):
+            replayed = algorithm.use_routing_replay or algorithm.use_rollout_routing_replay
+            some = [packs[i] for i in passing]
+            with clock.phase("log_probs"), self._sampling_actor(packs), recorded(some) if replayed else nullcontext():
+                for i, log_probs_t in zip(passing, self._log_probs(some, ""), strict=True):
+                    old[i] = log_probs_t
         for pack in packs if engine else ():
             if pack.rollout_log_probs_t is None:
                 raise no_log_probs("--use-rollout-logprobs", pack)
         return [pack.rollout_log_probs_t for pack in packs] if engine else old, ref
+
+    def _passing(self, packs: Sequence[MicroBatch], scored: bool) -> Sequence[int]:
+        """The micro-batches that the actor computes log-probs of, and routes, before the update.
+
+        Where a step meets other weights than those, tokens whose routes no engine told are to be routed before: then
+        micro-batches with such tokens pass even though all log-probs are known.
+        """
+        algorithm, off_policy = self.config.algorithm, self.config.off_policy
+        differs = self.config.batch.num_steps_per_rollout > 1 or off_policy.keep_old_actor
+        wanted = differs or algorithm.kl_coef or self.config.distillation.use_opd
+        wanted = (wanted and not off_policy.use_rollout_logprobs) or off_policy.tis_batch_normalize
+        wanted = wanted or self._hooks.want_log_probs
+        if algorithm.use_routing_replay or (wanted and not scored):
+            return range(len(packs))
+        return _with_gaps(packs) if algorithm.use_rollout_routing_replay and differs else ()
 
     def _sampling_actor(self, packs: Sequence[MicroBatch]) -> AbstractContextManager[None]:
         """The weights that these samples come from, where they are kept."""
@@ -341,6 +355,13 @@ class TrainWorker(ModelWorker[Given]):
             advantages_of(pack, algorithm, log_probs_t=old_log_probs, ref_log_probs_t=ref_log_probs)
             for pack, old_log_probs, ref_log_probs in zip(packs, old, ref, strict=True)
         ]
+
+
+def _with_gaps(packs: Sequence[MicroBatch]) -> list[int]:
+    """The micro-batches of which some rank has a token without a route: all ranks compute the same ones together."""
+    gaps = [pack.rollout_routes is not None and not pack.rollout_routes.complete for pack in packs]
+    found: list[int] = max_over_ranks(torch.tensor(gaps, dtype=torch.int32)).nonzero().flatten().tolist()
+    return found
 
 
 def _whitened(found: Sequence[Tensor], packs: Sequence[MicroBatch]) -> list[Tensor]:
