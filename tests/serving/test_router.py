@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from aiohttp import web
 
 from vime.errors import UserError
+from vime.models.routes import RouteShape
 from vime.serving import answers
 from vime.serving.client import RouterClient
 from vime.serving.http import EngineError, HttpServer, Refused
@@ -21,12 +24,21 @@ from vime.types import SamplingParams
 PARAMS = SamplingParams(max_tokens=1)
 
 
-async def start_engine(number: int, seconds: float = 0.0, host: str = "127.0.0.1") -> tuple[web.AppRunner, str]:
-    """Answers every request with its number as the token, after so many seconds."""
+def routes_of(tokens: int) -> np.ndarray:
+    """48 layers, 8 of 128 experts; all numbers that a byte may be."""
+    first = np.arange(tokens * 48).reshape(tokens, 48, 1) % 128
+    return ((first + 16 * np.arange(8)) % 128).astype(np.uint8)
 
-    async def generate(_request: web.Request) -> web.Response:
+
+async def start_engine(number: int, seconds: float = 0.0, host: str = "127.0.0.1") -> tuple[web.AppRunner, str]:
+    """Answers every request with its number as the token, after so many seconds, and with routes that are wanted."""
+
+    async def generate(request: web.Request) -> web.Response:
         await asyncio.sleep(seconds)
-        body = answers.encode([number], [-1.0], [{"version": "1", "start": 0, "end": 1}], "length")
+        asked = await request.json()
+        tokens = len(asked["token_ids"]) - asked["sampling_params"]["routed_experts_prompt_start"]
+        routes = routes_of(tokens) if tokens else None
+        body = answers.encode([number], [-1.0], [{"version": "1", "start": 0, "end": 1}], "length", routes)
         return web.Response(body=body, content_type=answers.MEDIA_TYPE)
 
     async def health(_request: web.Request) -> web.Response:
@@ -94,6 +106,20 @@ async def test_a_session_stays_on_one_engine_and_sessions_spread_over_all(engine
         assert answers[:40] == answers[40:80] == answers[80:]
         assert set(answers) == {0, 1, 2}
     finally:
+        router.stop()
+
+
+async def test_routes_of_a_long_text_pass_unchanged(engines: list[str], tmp_path: Path) -> None:
+    """12 MB of them, with line feeds and nulls and what is no text."""
+    router = RouterServer(log_dir=tmp_path)
+    shape = RouteShape(num_layers=48, layers=tuple(range(48)), num_experts=128, top_k=8)
+    client = RouterClient(await router.start(engines), request_timeout_s=30, routes=shape)
+    try:
+        wanted = replace(PARAMS, routed_experts_prompt_start=0)
+        generation = await client.generate([1] * 32_000, wanted, session_id="one")
+        assert np.array_equal(generation.routed_experts, routes_of(32_000))
+    finally:
+        await client.close()
         router.stop()
 
 
