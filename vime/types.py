@@ -15,11 +15,12 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from vime.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Message: TypeAlias = dict[str, Any]
 """One chat message: ``role`` and ``content``, perhaps ``tool_calls`` and ``step_loss_mask``."""
@@ -303,13 +304,13 @@ def _equal(one: Sample | TrainSample | Generation, other: object) -> bool:
     """Whether two records are the same; the equality that dataclasses make cannot tell of arrays."""
     if type(one) is not type(other):
         return False
-    return all(_same(getattr(one, each.name), getattr(other, each.name)) for each in fields(one))
+    import numpy as np  # here, because flags are read and explained without it
 
+    def same(a: Any, b: Any) -> bool:
+        is_array = isinstance(a, np.ndarray) or isinstance(b, np.ndarray)
+        return np.array_equal(a, b) if is_array else bool(a is b or a == b)
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return np.array_equal(one, other)
-    return bool(one is other or one == other)
+    return all(same(getattr(one, each.name), getattr(other, each.name)) for each in fields(one))
 
 
 def _copied(value: Any) -> Any:
