@@ -18,9 +18,9 @@ from vime.data.codec import sample_from_json, sample_to_json
 from vime.errors import UserError
 from vime.observe.metrics import describe
 from vime.observe.rollout_metrics import multi_turn_metrics
-from vime.rollout.multi_turn import Environment, EpisodeFailed, Limits, MultiTurn, ToolFunction, Turn
+from vime.rollout.multi_turn import Environment, EpisodeFailed, Limits, MultiTurn, NotAppended, ToolFunction, Turn
 from vime.rollout.runner import Gate
-from vime.types import Message, Sample, SamplingParams, Status, derive_seed
+from vime.types import Generation, Message, Sample, SamplingParams, Status, derive_seed
 
 PARAMS = SamplingParams(max_tokens=400, seed=11)
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><|im_end|>'
@@ -205,6 +205,20 @@ async def test_every_token_of_an_episode_is_routed_once_by_the_first_that_comput
     assert sample.rollout_routed_experts is not None
     assert np.array_equal(sample.rollout_routed_experts, np.concatenate(found))
     assert len(sample.rollout_routed_experts) == len(sample.tokens) - 1
+
+
+async def test_routes_of_other_tokens_are_reported_with_the_sample(tokenizer: Any) -> None:
+    class Boastful(ScriptedGenerator):
+        """Tells a route of the token that it sampled last, which nobody has computed."""
+
+        async def generate(self, token_ids: Any, params: SamplingParams, *, session_id: str) -> Generation:
+            said = await super().generate(token_ids, params, session_id=session_id)
+            return replace(said, routed_experts=routes_of([*token_ids, *said.token_ids]))
+
+    with pytest.raises(
+        NotAppended, match=r"^sample 5 \(group 2.*: the routes of a generation are those of (\d+) tokens"
+    ):
+        await play(Boastful(tokenizer, turns(ANSWER)), tokenizer)
 
 
 async def test_an_episode_whose_environment_remembers_begins_anew(tokenizer: Any) -> None:

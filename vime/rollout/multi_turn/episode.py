@@ -28,7 +28,7 @@ from vime.rollout.multi_turn.environment import Environment, EpisodeFailed, Turn
 from vime.rollout.multi_turn.templates import TurnTemplate
 from vime.rollout.multi_turn.tool_calls import Parser, format_of, parser_of
 from vime.rollout.multi_turn.tools import Tool, Tools, definition_of
-from vime.rollout.multi_turn.transcript import METADATA_KEY, Transcript
+from vime.rollout.multi_turn.transcript import METADATA_KEY, NotAppended, Transcript
 from vime.types import Message, Sample, SamplingParams, Status, derive_seed
 
 __all__ = ["Limits", "MultiTurn"]
@@ -211,7 +211,10 @@ class MultiTurn:
         asked = replace(params, max_tokens=budget, min_tokens=min(params.min_tokens, budget), seed=seed)
         asked = unrouted(asked, transcript.routes)
         generation = await self._generator.generate(given, asked, session_id=session)
-        transcript.sampled(generation, given)
+        try:
+            transcript.sampled(generation, given)
+        except NotAppended as error:
+            raise NotAppended(f"{sample.name}: {error}") from None
         return generation.finish_reason
 
     def _write(
