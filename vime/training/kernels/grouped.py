@@ -44,8 +44,9 @@ class Tile:
 
 PRODUCT = Tile(128, 256, 64)
 GRADIENT = Tile(128, 128, 64, warps=4)
-"""The fastest on an H200 for 128 experts of 2048 × 768 channels and 16k tokens (``python -m bench.h200.moe --micro``).
-Two programs of the smaller tile share a multiprocessor: one multiplies while the other adds to gradients."""
+"""The fastest of eight, all in all, on an H200 for 128 experts of 2048 × 768 channels and 16k tokens, while gradients
+were still written in one piece (bench/results/h200_moe.json). Two programs of the smaller one share a multiprocessor.
+"""
 FLOAT32 = Tile(64, 64, 32, warps=4)
 """Sums of float32 have no matrix units: a large tile would not fit the registers."""
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
