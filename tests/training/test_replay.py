@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from tests.tiny import make_model
 from tests.training.harness import batch_of, config_of, make_samples, make_step, started
+from vime.training.layers.moe import Router
+from vime.training.model import run
 from vime.training.packing import MicroBatch, Packer
 from vime.types import TrainBatch
 
@@ -111,3 +114,17 @@ def test_the_old_policy_is_the_one_that_is_trained_also_with_one_step(model: Pat
         (metrics,) = worker.train(batch_of(samples)).steps
     assert all(pack.segments.routes is not None for pack in packs)
     assert metrics["train/ppo_kl"] == pytest.approx(0, abs=1e-7)
+
+
+def test_what_fills_a_pack_counts_for_no_expert(model_of: Callable[..., Path]) -> None:
+    """The bias that balances experts goes by the tokens that each got."""
+    samples = make_samples(4)
+    with started(config_of(model_of("glm4_moe"), "--fp32")) as worker:
+        pack = replace(worker._packer, multiple=64).pack(samples)
+        for chunk in worker.chunks:
+            run(chunk, pack, 1.0)
+        routers = [module for chunk in worker.chunks for module in chunk.modules() if isinstance(module, Router)]
+    assert pack.segments.filling is not None
+    tokens = len(pack.tokens_l) - int(pack.segments.filling.sum())
+    assert routers
+    assert {float(router.local_tokens_per_expert.sum()) for router in routers} == {float(tokens * CHOSEN)}

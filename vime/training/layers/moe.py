@@ -32,8 +32,8 @@ __all__ = ["Moe", "MoeTransformerLayer", "Router", "moe_spec"]
 class Router(TopKRouter):  # type: ignore[misc]
     """Megatron's router; it records its choices or repeats recorded ones when the micro-batch asks for it.
 
-    Its auxiliary loss balances the tokens of samples: those that fill up a pack, other ones in every layout, are left
-    out.
+    Its auxiliary losses and its bias balance the tokens of samples: those that fill up a pack, other ones in every
+    layout, are left out.
     """
 
     filling: Tensor | None = None  # bool [T], of the micro-batch that passes
@@ -41,7 +41,7 @@ class Router(TopKRouter):  # type: ignore[misc]
     def follow(self, routes: Routes | None, filling: Tensor | None) -> None:
         """What the next pass records or repeats; None: it chooses by itself and tells nobody."""
         self.router_replay = None if routes is None else routes.at(self.layer_number)
-        self.filling = filling if self.is_aux_loss_enabled() else None
+        self.filling = filling
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Megatron calls tokens that nobody looks at padding."""
