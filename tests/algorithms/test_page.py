@@ -15,7 +15,7 @@ from vime.config.sections import Algorithm, OffPolicy
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "en" / "algorithms.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-ELSEWHERE = re.compile("mtp|opd|use_routing_replay|get_mismatch_metrics")  # other pages, or without effect
+ELSEWHERE = re.compile("mtp|opd|routing_replay|get_mismatch_metrics")  # other pages, or without effect
 
 
 @pytest.mark.parametrize("block", BLOCKS)

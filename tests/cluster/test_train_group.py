@@ -126,7 +126,5 @@ def wait_until_free(timeout_s: float = 20.0) -> None:
 
 def test_a_critic_gets_no_routes() -> None:
     batch = RolloutBatch(rollout_id=3, samples=(sample(0, np.zeros((1, 2, 2), np.uint8)), sample(1, None)))
-    critics = without_routes(batch)
-    assert [each.routed_experts for each in critics.samples] == [None, None]
-    assert critics == batch  # apart from routes, which are not compared
+    assert without_routes(batch) == RolloutBatch(rollout_id=3, samples=(sample(0, None), sample(1, None)))
     assert batch.samples[0].routed_experts is not None

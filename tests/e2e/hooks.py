@@ -25,10 +25,10 @@ ONE_PROGRAM = 40  # the index of a sample, in the second rollout of 32
 
 
 async def rest_and_one_program(args: Any, sample: Sample, **_: Any) -> None:
-    """``rest``, and one answer is taken for a program that its grader runs for six seconds."""
+    """``rest``, and one answer is taken for a program that its grader runs for a quarter of a minute."""
     if sample.index == ONE_PROGRAM:
-        sample.response = "```python\nimport time\ntime.sleep(6)\nprint(7)\n```\n"
-        sample.metadata |= {"rm_type": "code", "tests": [{"input": "", "output": "7"}], "time_limit_s": 8}
+        sample.response = "```python\nimport time\ntime.sleep(15)\nprint(7)\n```\n"
+        sample.metadata |= {"rm_type": "code", "tests": [{"input": "", "output": "7"}], "time_limit_s": 25}
     await rest(args, sample)
 
 
