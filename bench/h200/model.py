@@ -24,6 +24,15 @@ QWEN3_4B = {
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }
+SMALL: dict[str, object] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+"""Sizes of any of these families for a machine without GPUs."""
 
 
 def describe_model(folder: Path, config: dict[str, object]) -> Path:

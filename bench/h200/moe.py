@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.h200.model import QWEN3_4B, describe_model
+from bench.h200.model import QWEN3_4B, SMALL, describe_model
 from bench.h200.moe_micro import micro, micro_table
 from bench.h200.rollout import machine
 from bench.h200.train_step import PEAK, TOKENS, make_batch
@@ -53,14 +53,6 @@ QWEN3_30B_A3B = DENSE | {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
-}
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
 }
 
 

@@ -35,7 +35,7 @@ from typing import Any
 import psutil
 import torch
 
-from bench.h200.model import QWEN3_4B, make_folder
+from bench.h200.model import QWEN3_4B, SMALL, make_folder
 from bench.h200.train_step import make_config
 from bench.training.vime_side import make_worker
 from vime.serving.client import parse_generation, request_body
@@ -49,19 +49,17 @@ from vime.weights.probe import probe
 from vime.weights.sync import SyncError, SyncReport, sync_engines
 from vime.weights.transfers import Broadcast
 
-TINY = QWEN3_4B | {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 512,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,  # so small a model would only repeat its input
-}
+TINY = (
+    QWEN3_4B
+    | SMALL
+    | {
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,  # so small a model would only repeat its input
+    }
+)
 TOLERANCE = 0.5  # nats a token, on average; rounding of random bf16 weights gives 0.09 to 0.14
 LOGITS_STD = 4.0  # sharper than what random weights give, so that wrong weights would be far off
 STUCK_S = 120.0

@@ -211,10 +211,10 @@ class Turns:
         if not self.trainer_leaves:
             yield
             return
-        async with self._moved:
-            self._comparing = True
-            await self._moved.wait_for(lambda: self._starting == 0)
+        self._comparing = True
         try:
+            async with self._moved:
+                await self._moved.wait_for(lambda: self._starting == 0)
             await self._left()
             await self._trainer.onload("parameters")
             yield
