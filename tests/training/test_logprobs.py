@@ -97,3 +97,17 @@ def test_a_rank_that_has_nothing_to_predict_has_gradients_of_zero() -> None:
     assert answer.log_probs_t.shape == (0,)
     found = torch.autograd.grad(answer.log_probs_t.sum() + answer.entropy_t.sum(), (hidden, weight))
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in found)
+
+
+def test_the_gradient_of_the_weight_may_be_added_to_megatrons_buffer() -> None:
+    """Twice, as for two micro-batches; rows that only pad stay as they are."""
+    hidden, weight, targets = inputs(torch.float32, rows=VOCABULARY + 6)
+    (once,) = torch.autograd.grad(plain(hidden, weight[:VOCABULARY], targets).log_probs_t.sum(), weight)
+    weight.main_grad = torch.ones_like(weight)
+    weight.grad_added_to_main_grad = False
+    for _ in range(2):
+        answer = token_log_probs(hidden, weight, targets, Vocabulary(0, VOCABULARY), adds=True)
+        answer.log_probs_t.sum().backward(inputs=[weight])
+    assert weight.grad_added_to_main_grad
+    torch.testing.assert_close(weight.main_grad, 1 + 2 * once, rtol=1e-5, atol=1e-5)
+    assert torch.equal(weight.grad, torch.zeros_like(weight)), "hooks are called, and have nothing to add"

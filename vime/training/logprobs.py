@@ -22,7 +22,7 @@ from vime.platform import current
 __all__ = ["TokenLogProbs", "Vocabulary", "token_log_probs"]
 
 LOGIT_ELEMENTS = 1 << 28
-"""Logits are kept for the backward pass up to this many elements (512 MiB in bf16). Beyond it they are computed block
+"""Logits are kept for the backward pass up to this many elements (1 GiB in float32). Beyond it they are computed block
 by block, and once more in the backward pass."""
 
 
@@ -66,13 +66,18 @@ def token_log_probs(
     vocabulary: Vocabulary,
     *,
     temperature: float = 1.0,
+    adds: bool = False,
 ) -> TokenLogProbs:
     """What the model says about ``targets_t`` (int64, ids in the whole vocabulary) from these hidden states.
+
+    Args:
+        adds: the gradient of the weight is added to its float32 ``main_grad``, as ``vime.platform.megatron_wgrad`` does
+            for other layers.
 
     Under tensor parallelism the gradient of ``hidden_th`` is this rank's part; the caller's communication adds them up.
     """
     inverse = 1.0 / temperature
-    answer = _Head.apply(hidden_th, weight_vh, targets_t, vocabulary, inverse)  # type: ignore[no-untyped-call]
+    answer = _Head.apply(hidden_th, weight_vh, targets_t, vocabulary, inverse, adds)  # type: ignore[no-untyped-call]
     return TokenLogProbs(*answer)
 
 
@@ -81,7 +86,7 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, scale: float
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, scale: float, adds: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         log_probs, entropy, log_sums = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
@@ -89,38 +94,54 @@ class _Head(torch.autograd.Function):
         softmax = _softmax(len(hidden), vocabulary, scale, hidden.device)
         logits = None
         for block in blocks:
-            logits = hidden[block] @ weight[: vocabulary.size].t()
+            logits = _logits(hidden[block], weight[: vocabulary.size])
             log_probs[block], entropy[block], log_sums[block] = softmax.statistics(logits, targets[block])
         ctx.save_for_backward(hidden, weight, targets, entropy, log_sums)
         ctx.vocabulary, ctx.scale, ctx.blocks = vocabulary, scale, blocks
+        ctx.parameter = weight if adds else None
         ctx.kept_logits = logits if len(blocks) == 1 and any(ctx.needs_input_grad) else None
         return log_probs, entropy
 
     @staticmethod
-    def backward(
-        ctx: Any, d_log_probs: Tensor | None, d_entropy: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, d_log_probs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, entropy, log_sums = ctx.saved_tensors
         rows = weight[: ctx.vocabulary.size]
         softmax = _softmax(len(hidden), ctx.vocabulary, ctx.scale, hidden.device)
         d_hidden = torch.empty_like(hidden)
-        d_rows = None
+        parameter: Any = ctx.parameter if ctx.needs_input_grad[1] else None
+        d_rows = None if parameter is None else parameter.main_grad[: len(rows)]
         for block in ctx.blocks:
             logits, ctx.kept_logits = ctx.kept_logits, None  # it is overwritten; a second backward computes it again
-            logits = hidden[block] @ rows.t() if logits is None else logits
+            logits = _logits(hidden[block], rows) if logits is None else logits
             gradients = (None if g is None else g[block] for g in (d_log_probs, d_entropy))
-            softmax.to_gradient_(logits, targets[block], log_sums[block], entropy[block], *gradients)
-            torch.mm(logits, rows, out=d_hidden[block])
+            known = targets[block], log_sums[block], entropy[block]
+            d_logits = softmax.to_gradient(logits, hidden.dtype, *known, *gradients)
+            torch.mm(d_logits, rows, out=d_hidden[block])
             if ctx.needs_input_grad[1]:
-                d_rows = _add_product(d_rows, logits, hidden[block])
-        if not ctx.needs_input_grad[1]:
-            return d_hidden, None, None, None, None
-        if d_rows is None:  # a context-parallel rank may have no response token to predict
-            return d_hidden, torch.zeros_like(weight), None, None, None
-        d_weight = d_rows.to(weight.dtype)
-        if len(rows) < len(weight):
-            d_weight = F.pad(d_weight, (0, 0, 0, len(weight) - len(rows)))
-        return d_hidden, d_weight, None, None, None
+                d_rows = _add_product(d_rows, d_logits, hidden[block])
+        return d_hidden, _weight_gradient(weight, d_rows, parameter) if ctx.needs_input_grad[1] else None, *[None] * 4
+
+
+def _weight_gradient(weight: Tensor, d_rows: Tensor | None, parameter: Any) -> Tensor:
+    """What autograd gets. Where all was added already it is zeros without memory, for hooks to be called, and because
+    the gradient of an embedding that is the same weight is added to it."""
+    if parameter is not None:
+        parameter.grad_added_to_main_grad = True
+        return weight.new_zeros(()).expand_as(weight)
+    if d_rows is None:  # a context-parallel rank may have no response token to predict
+        return torch.zeros_like(weight)
+    d_weight = d_rows.to(weight.dtype)
+    if len(d_rows) < len(weight):
+        d_weight = F.pad(d_weight, (0, 0, 0, len(weight) - len(d_rows)))
+    return d_weight
+
+
+def _logits(hidden: Tensor, rows: Tensor) -> Tensor:
+    """[t, V]. On a GPU in float32, in which the product is summed up anyway: to round logits to half precision costs a
+    log-prob as much as all other rounding of the model together."""
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, rows.t(), out_dtype=torch.float32)
+    return hidden @ rows.t()
 
 
 def _blocks(tokens: int, width: int, elements: int) -> list[slice]:
@@ -133,8 +154,8 @@ def _softmax(tokens: int, vocabulary: Vocabulary, scale: float, device: torch.de
     """What computes with the logits of one block [T, V], by two methods that may overwrite them.
 
     ``statistics`` gives the log-probability of the targets, the entropy, and the logarithm of the denominator; each
-    float32 [T]. ``to_gradient_`` replaces the logits by their gradient, from those of the log-probabilities
-    (``1[j = target] - p_j``) and of the entropies (``-p_j (log p_j + entropy)``).
+    float32 [T]. ``to_gradient`` gives that of the logits in a dtype, in their place if it is theirs, from those of the
+    log-probabilities (``1[j = target] - p_j``) and of the entropies (``-p_j (log p_j + entropy)``).
     """
     if current().fused_kernels:
         return _FusedSoftmax(vocabulary, scale)
@@ -161,20 +182,23 @@ class _FusedSoftmax:
         chosen, total, weighted = self.vocabulary.sum(sums)
         return _of_sums(chosen - peak, total, weighted, peak)
 
-    def to_gradient_(
+    def to_gradient(
         self,
         logits: Tensor,
+        dtype: torch.dtype,
         targets: Tensor,
         log_sums: Tensor,
         entropy: Tensor,
         d_chosen: Tensor | None,
         d_entropy: Tensor | None,
-    ) -> None:
-        from vime.training.kernels.softmax import logits_to_gradient_
+    ) -> Tensor:
+        from vime.training.kernels.softmax import logits_to_gradient
 
         none = torch.zeros_like(entropy)
         of_chosen, of_entropy = (none if g is None else g.contiguous() for g in (d_chosen, d_entropy))
-        logits_to_gradient_(logits, self._columns(targets), log_sums, entropy, of_chosen, of_entropy, self.scale)
+        out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+        known = self._columns(targets), log_sums, entropy
+        return logits_to_gradient(logits, *known, of_chosen, of_entropy, self.scale, out)
 
     def _columns(self, targets: Tensor) -> Tensor:
         column, mine = _columns(targets, self.vocabulary)
@@ -198,19 +222,22 @@ class _SlicedSoftmax:
         log_probs, entropy, log_sums = (torch.cat(parts) for parts in zip(*found, strict=True))
         return log_probs, entropy, log_sums
 
-    def to_gradient_(
+    def to_gradient(
         self,
         logits: Tensor,
+        dtype: torch.dtype,
         targets: Tensor,
         log_sums: Tensor,
         entropy: Tensor,
         d_chosen: Tensor | None,
         d_entropy: Tensor | None,
-    ) -> None:
+    ) -> Tensor:
+        out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
         for part in self._parts(logits):
             log_probs = self._scores(logits[part]).sub_(log_sums[part, None])
             gradients = (None if g is None else g[part] * self._scale for g in (d_chosen, d_entropy))
-            logits[part] = _gradient(log_probs, targets[part], entropy[part], self._vocabulary, *gradients)
+            out[part] = _gradient(log_probs, targets[part], entropy[part], self._vocabulary, *gradients)
+        return out
 
     def _parts(self, logits: Tensor) -> list[slice]:
         return _blocks(len(logits), self._vocabulary.size, self._elements)

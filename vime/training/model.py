@@ -113,7 +113,12 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         targets_p = batch.targets_t if own is None else batch.targets_t[own]
         weight = self.output_weight()
         log_probs, entropy = token_log_probs(
-            hidden_ph, weight, targets_p, self._vocabulary(len(weight)), temperature=question.temperature
+            hidden_ph,
+            weight,
+            targets_p,
+            self._vocabulary(len(weight)),
+            temperature=question.temperature,
+            adds=self.config.gradient_accumulation_fusion,
         )
         answer = torch.stack((log_probs, entropy if question.entropy_gradient else entropy.detach()))
         if own is None:

@@ -1,4 +1,4 @@
-"""What a policy loss wants of softmax, from logits that are read once: no float32 copy of them exists.
+"""What a policy loss wants of softmax, from logits that are read once.
 
 Shapes: R rows, C columns (tokens of the vocabulary).
 """
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["RowStatistics", "logits_to_gradient_", "row_statistics"]
+__all__ = ["RowStatistics", "logits_to_gradient", "row_statistics"]
 
 BLOCK = 4096
 
@@ -55,16 +55,29 @@ def _statistics(logits, targets, out, stride, rows, columns, scale, BLOCK: tl.co
 
 
 @triton.jit
-def _gradient(logits, targets, log_sums, entropy, d_chosen, d_entropy, stride, columns, scale, BLOCK: tl.constexpr):
+def _gradient(
+    logits,
+    out,
+    targets,
+    log_sums,
+    entropy,
+    d_chosen,
+    d_entropy,
+    stride,
+    out_stride,
+    columns,
+    scale,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    at = logits + row * stride + column
-    log_prob = tl.load(at, mask=inside, other=0.0).to(tl.float32) * scale - tl.load(log_sums + row)
+    logit = tl.load(logits + row * stride + column, mask=inside, other=0.0)
+    log_prob = logit.to(tl.float32) * scale - tl.load(log_sums + row)
     chosen = tl.load(d_chosen + row) * scale
     factor = -chosen - tl.load(d_entropy + row) * scale * (log_prob + tl.load(entropy + row))
     gradient = tl.exp(log_prob) * factor + tl.where(column == tl.load(targets + row), chosen, 0.0)
-    tl.store(at, gradient, mask=inside)
+    tl.store(out + row * out_stride + column, gradient, mask=inside)
 
 
 def row_statistics(logits: Tensor, targets: Tensor, scale: float) -> RowStatistics:
@@ -76,7 +89,7 @@ def row_statistics(logits: Tensor, targets: Tensor, scale: float) -> RowStatisti
     return RowStatistics(*out)
 
 
-def logits_to_gradient_(
+def logits_to_gradient(
     logits: Tensor,
     targets: Tensor,
     log_sums: Tensor,
@@ -84,15 +97,18 @@ def logits_to_gradient_(
     d_chosen: Tensor,
     d_entropy: Tensor,
     scale: float,
+    out: Tensor,
 ) -> Tensor:
-    """Overwrites logits [R, C] with the gradient of a loss, given those of the targets' log-probs and of the entropies.
+    """From logits [R, C] to the gradient of a loss, given those of the targets' log-probs and of the entropies.
 
     With p = exp(logits * scale - log_sums): ``scale (d_chosen (1[target] - p) - d_entropy p (log p + entropy))``.
+
+    Args:
+        out: where it is written, [R, C] of any float dtype, rows contiguous; the logits themselves may be overwritten.
     """
     rows, columns = logits.shape
     if rows:
         grid = (rows, triton.cdiv(columns, BLOCK))
-        _gradient[grid](
-            logits, targets, log_sums, entropy, d_chosen, d_entropy, logits.stride(0), columns, scale, BLOCK
-        )
-    return logits
+        strides = logits.stride(0), out.stride(0)
+        _gradient[grid](logits, out, targets, log_sums, entropy, d_chosen, d_entropy, *strides, columns, scale, BLOCK)
+    return out
