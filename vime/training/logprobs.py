@@ -94,6 +94,7 @@ class _Head(torch.autograd.Function):
         softmax = _softmax(len(hidden), vocabulary, scale, hidden.device)
         logits = None
         for block in blocks:
+            del logits  # before there are others
             logits = _logits(hidden[block], weight[: vocabulary.size])
             log_probs[block], entropy[block], log_sums[block] = softmax.statistics(logits, targets[block])
         ctx.save_for_backward(hidden, weight, targets, entropy, log_sums)
@@ -119,6 +120,7 @@ class _Head(torch.autograd.Function):
             torch.mm(d_logits, rows, out=d_hidden[block])
             if ctx.needs_input_grad[1]:
                 d_rows = _add_product(d_rows, d_logits, hidden[block])
+            del logits, d_logits  # before there are others
         return d_hidden, _weight_gradient(weight, d_rows, parameter) if ctx.needs_input_grad[1] else None, *[None] * 4
 
 

@@ -119,6 +119,7 @@ class ModelWorker(ABC, Generic[G]):
         current().reset_peak_memory()
         with clock.phase("pack"):
             steps = self._packs(batch)
+        self._offloader.fetch()
         packs: Sequence[MicroBatch] = [pack for step in steps for pack in step]
         packs, given, train_steps = self._reviewed(batch, packs, self._given(batch, packs, clock))
         works = iter(zip(packs, given, strict=True))

@@ -44,6 +44,7 @@ class Offloader:
         self._leaving: dict[Part, list[_Moved]] = {}  # copied, or being so, and still on the device
         self._away: dict[Part, list[_Moved]] = {}
         self._dropped: list[_Moved] = []  # gradients, which come back as zeros
+        self._coming: list[_Moved] = []  # has its device memory again, and nothing in it yet
         self._copies = None if current().name == "cpu" else _Copies()
 
     def prepare(self) -> None:
@@ -66,6 +67,7 @@ class Offloader:
         """Starts to copy that part, which must not change any more, and drops gradients. Idempotent."""
         if self._copies is None or part in self._leaving or part in self._away:
             return
+        self.fetch()
         self.shed()  # before: to free memory is to wait for all that the device does
         storages = self._storages(part)
         moved = [_Moved(storage, storage.nbytes(), self._host.of(storage)) for storage in storages]
@@ -81,8 +83,8 @@ class Offloader:
             _empty(each.storage for each in self._away[part])
 
     def onload(self, part: Part) -> None:
-        """Brings that part back, with gradients of zero. Parameters are there afterwards; before anything else touches
-        the rest, it must ``arrive``. Idempotent."""
+        """Brings that part back, with gradients of zero. Parameters are there afterwards; the rest waits for ``fetch``,
+        and before anything touches it, it must ``arrive``. Idempotent."""
         if self._copies is None:
             return
         self._leaving.pop(part, None)  # it is still here
@@ -94,13 +96,20 @@ class Offloader:
         gone = self._away.pop(part, [])
         for each in gone:
             each.storage.resize_(each.size)
-        self._copies.start((each.host, _bytes_of(each.storage)) for each in gone)
+        self._coming += gone
         if part == "parameters":
             self.arrive()
 
+    def fetch(self) -> None:
+        """Starts the copies of what comes back. Before, there is the whole bandwidth for what somebody waits for."""
+        if self._copies is not None and self._coming:
+            self._copies.start((each.host, _bytes_of(each.storage)) for each in self._coming)
+            self._coming = []
+
     def arrive(self) -> None:
-        """What is computed from here on waits for copies that are under way."""
+        """What is computed from here on waits for all that comes back."""
         if self._copies is not None:
+            self.fetch()
             self._copies.arrive()
 
     def _storages(self, part: Part) -> list[torch.UntypedStorage]:

@@ -100,13 +100,13 @@ class Packer:
         for members in self._sharing(samples):
             layout.add(samples, members)
         filling = layout.fill(self.multiple)
-        tokens, positions = (self._part(torch.tensor(x)) for x in (layout.tokens, layout.positions))
+        tokens, positions = (self._part(_integers(x)) for x in (layout.tokens, layout.positions))
         segments = Segments.of(tuple(layout.trees), self.device, self.part)
         segments.rope = None if self.rope is None else self.rope.table(positions, self.dtype)
         if filling:
             segments.filling = self._part(torch.arange(len(layout.tokens)) >= len(layout.tokens) - filling)
-        predictors_t = torch.tensor([p for i in range(len(samples)) for p in layout.predictors[i]])
-        targets_t = torch.tensor([token for sample in samples for token in _response(sample)])
+        predictors_t = _integers([p for i in range(len(samples)) for p in layout.predictors[i]])
+        targets_t = _integers([token for sample in samples for token in _response(sample)])
         predictors_p, predicted_p = self._predictions(predictors_t, total=len(layout.tokens))
         return MicroBatch(
             tokens_l=tokens,
@@ -115,9 +115,9 @@ class Packer:
             predictors_p=predictors_p,
             predicted_p=predicted_p,
             targets_t=targets_t.to(self.device),
-            mask_t=self._integers([bit for sample in samples for bit in sample.loss_mask]).bool(),
-            lengths_n=self._integers([sample.response_length for sample in samples]),
-            sibling_tokens_n=self._integers([sample.sibling_tokens for sample in samples]),
+            mask_t=_integers([bit for sample in samples for bit in sample.loss_mask]).bool().to(self.device),
+            lengths_n=_integers([sample.response_length for sample in samples]).to(self.device),
+            sibling_tokens_n=_integers([sample.sibling_tokens for sample in samples]).to(self.device),
             rewards_n=self._floats([sample.reward for sample in samples]),
             rollout_log_probs_t=self._optional([sample.rollout_log_probs for sample in samples]),
             scores=PackedScores(
@@ -165,9 +165,9 @@ class Packer:
 
     def _ahead(self, layout: _Layout, predictors_t: Tensor, targets_t: Tensor) -> Ahead:
         """Made of the whole pack and then cut, so that what follows the last token of a part is right as well."""
-        following = torch.tensor([*layout.tokens[1:], 0])
+        following = _integers([*layout.tokens[1:], 0])
         following[predictors_t] = targets_t  # a sample's last token is not part of the pack
-        (predicted,) = (torch.tensor(layout.positions)[predictors_t] > 0).nonzero(as_tuple=True)
+        (predicted,) = (_integers(layout.positions)[predictors_t] > 0).nonzero(as_tuple=True)
         predictors_p, which = self._predictions(predictors_t[predicted] - 1, total=len(layout.tokens))
         return Ahead(
             following_l=self._part(following),
@@ -204,11 +204,8 @@ class Packer:
             return None
         return self._floats([x for value in values for x in value or ()])
 
-    def _integers(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self.device)
-
     def _floats(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32).to(self.device)
+        return torch.from_numpy(np.array(values, np.float32)).to(self.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +269,11 @@ class _Layout:
     def _append(self, tokens: tuple[int, ...], first_position: int) -> None:
         self.tokens += tokens
         self.positions += range(first_position, first_position + len(tokens))
+
+
+def _integers(values: Sequence[int]) -> Tensor:
+    """Int64; by NumPy, which reads a list in half the time."""
+    return torch.from_numpy(np.array(values, np.int64))
 
 
 def _most_told(samples: Sequence[TrainSample], members: list[int]) -> int:
