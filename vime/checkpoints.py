@@ -1,7 +1,7 @@
 """Checkpoints of a run: one folder each, complete or not there, and a tracker that names the one to resume from.
 
     root/latest_checkpointed_iteration.txt    the rollout id of the last one, as Megatron writes it
-    root/iter_0000020/                        Megatron's sharded files, and
+    root/iter_0000019/                        Megatron's sharded files, and
         critic/                               the critic's, with PPO and without --critic-save
         vime_state.json                       data cursor, buffer, metrics position …: everything that is not Megatron's
         COMPLETE                              its presence means that all else is there

@@ -19,8 +19,8 @@ class Engine:
     engine_start_timeout_s: float = flag(600.0, help="Deadline of the start of an engine, in seconds.")
     rollout_health_check_first_wait: float = flag(
         0.0,
-        help="Seconds from the start of an engine until its health is first looked at. For models that take long "
-        "to warm up.",
+        help="Seconds after the start of an engine, and then one interval, until its health is first looked at. For "
+        "models that take long to warm up.",
     )
     rollout_health_check_interval: float = flag(
         30.0, help="Seconds between health checks of an engine, which generate one token, and of the router."
