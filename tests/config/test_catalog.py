@@ -6,7 +6,8 @@ import pytest
 
 from vime.config.catalog import lookup, own_targets
 from vime.config.foreign import manifest
-from vime.config.unimplemented import UNIMPLEMENTED
+from vime.config.foreign.sglang import INSTEAD
+from vime.config.unimplemented import UNIMPLEMENTED, refusal
 from vime.errors import UserError
 
 GUIDE = """
@@ -43,14 +44,19 @@ def test_every_flag_of_the_user_guide_is_accepted_or_refused_by_name(name):
     try:
         lookup(name)
     except UserError as error:
-        assert str(error) == f"--{name} is a flag of vime, but this version does not implement it yet"
+        assert str(error) == refusal(name)
 
 
 def test_no_flag_is_both_implemented_and_not():
-    assert not UNIMPLEMENTED & set(own_targets())
+    assert not set(UNIMPLEMENTED) & set(own_targets())
 
 
 def test_fields_of_megatron_that_have_a_flag_of_ours_set_ours():
     shared = set(manifest("megatron")) & set(own_targets())
     assert {"lr", "tensor-model-parallel-size", "recompute-granularity", "clip-grad"} <= shared
     assert all(lookup(name).store == "vime" for name in shared)
+
+
+@pytest.mark.parametrize("name", INSTEAD.values())
+def test_what_is_advised_instead_of_a_flag_of_another_engine_exists(name):
+    lookup(name)

@@ -110,7 +110,23 @@ def test_two_evaluation_sets_of_one_name_are_refused(flags, prompt_file):
             "--rollout-stop-token-ids expects one or more values, each a whole number, not '1 x'",
         ),
         ("--train-env-vars [1]", "--train-env-vars expects a JSON object, e.g. '{\"key\": 1}', not '[1]'"),
-        ("--model-name x", "--model-name is a flag of vime, but this version does not implement it yet"),
+        (
+            "--model-name x",
+            "--model-name is a flag of vime, but this version does not implement it: config.json of --hf-checkpoint "
+            "says which model it is",
+        ),
+        (
+            "--sglang-mem-fraction-static 0.7",
+            "--sglang-mem-fraction-static does not exist: the engine is vLLM; use --vllm-gpu-memory-utilization",
+        ),
+        (
+            "--sglang-kv-cache-dtype fp8",
+            "--sglang-kv-cache-dtype does not exist: the engine is vLLM; use --vllm-kv-cache-dtype",
+        ),
+        (
+            "--sglang-zzz 1",
+            "--sglang-zzz does not exist: the engine is vLLM; its flags are --vllm-X, X being one of vLLM's API server",
+        ),
         ("--vllm-config x", "--vllm-config is a flag of vime, but this version does not implement it yet"),
     ],
 )

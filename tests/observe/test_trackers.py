@@ -95,6 +95,15 @@ def test_wandb_gets_both_axes(wandb):
     assert (("train/*",), {"step_metric": "step"}) in wandb.arguments("define_metric")
 
 
+@pytest.mark.parametrize(("flag", "axis"), [(False, "rollout_id"), (True, "step")])
+def test_wandb_draws_what_is_not_of_training_over_rollouts_or_as_a_flag_says_over_steps(tmp_path, wandb, flag, axis):
+    from vime.config.sections.ops import Ops
+
+    run = {"run_dir": str(tmp_path), "tensorboard_dir": str(tmp_path / "curves")}
+    trackers_for(Ops(**run, use_wandb=True, wandb_always_use_train_step=flag), {})
+    assert (("*",), {"step_metric": axis}) in wandb.arguments("define_metric")
+
+
 def test_wandb_runs_offline(tmp_path):
     pytest.importorskip("wandb")
     code = (

@@ -217,7 +217,9 @@ def plan(row: Row, layout: Layout, models: tuple[Path, Path], left: Any = None) 
     """``models``: the actor's folder and the reference's."""
     actor, reference = models
     config = layout.applied(config_of(actor, *row.flags, "--load", str(actor), "--ref-load", str(reference)))
-    replicas = layout.world_size // config.parallel.model_parallel_size
+    parallel = config.parallel
+    shared = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    replicas = layout.world_size // (shared * parallel.context_parallel_size)
     shares = split(RolloutBatch(rollout_id=0, samples=tuple(row.samples())), replicas, config)
     meeting = actor.parent / uuid4().hex
     return Work(config=config, around=row.around, subject=row.subject, shares=shares, meeting=meeting, left=left)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vime.config import Config, help_text, resolve
 from vime.config.parse import Resolution, with_hooks_checked
-
-Entries = Mapping[str, Mapping[str, Any]]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,8 +11,9 @@ from vime.config.config import OWN_FLAGS
 from vime.config.foreign import Program, manifest
 from vime.config.foreign.megatron_lm import ALIASES
 from vime.config.foreign.owned import why_owned
+from vime.config.foreign.sglang import advice
 from vime.config.kinds import STR, Kind, Words
-from vime.config.unimplemented import UNIMPLEMENTED
+from vime.config.unimplemented import UNIMPLEMENTED, refusal
 from vime.errors import UserError
 
 Store = Literal["vime", "megatron", "vllm", "router", "config"]
@@ -60,11 +61,15 @@ def lookup(name: str) -> Target:
     """
     if name in own_targets():
         return own_targets()[name]
-    if name in UNIMPLEMENTED or name.removeprefix("no-") in UNIMPLEMENTED:
-        raise UserError(f"--{name} is a flag of vime, but this version does not implement it yet")
+    refused = refusal(name)
+    if refused is not None:
+        raise UserError(refused)
     target = _foreign_target(name)
     if target is not None:
         return target
+    instead = advice(name, manifest("vllm"))
+    if instead is not None:
+        raise UserError(f"--{name} does not exist: the engine is vLLM; {instead}")
     raise UserError(f"unknown flag --{name}{suggestion(name)}")
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from vime.config.config import OWN_FLAGS, Config, FrozenMap
 from vime.config.custom import custom_values
 from vime.config.derive import derive
-from vime.config.flags import Flag
 from vime.config.reading import Draft, read
+from vime.config.reference import help_text
 from vime.config.role_file import read_roles
 from vime.config.rules import RULES, WARNINGS, Rule
 from vime.config.sections import SECTIONS
@@ -81,35 +81,6 @@ def with_hooks_checked(resolution: Resolution) -> Resolution:
     except UserError as error:
         return replace(resolution, violations=(*resolution.violations, *str(error).splitlines()))
     return resolution
-
-
-def help_text() -> str:
-    """All flags of vime itself by section, and a word on those that are passed through."""
-    lines: list[str] = []
-    for section in SECTIONS:
-        lines.append(f"{section}:")
-        for flag in OWN_FLAGS.values():
-            if flag.section == section:
-                lines += [f"  {flag.option}  {_default(flag)}", f"      {flag.help}"]
-        lines.append("")
-    return "\n".join([*lines, PASSED_THROUGH])
-
-
-PASSED_THROUGH = """further:
-  --config FILE.yaml
-      The same names, in kebab case or with underscores; the command line wins.
-  --vllm-X, --no-vllm-X, --router-X
-      Every flag X of vLLM's API server and of vllm-router which vime does not decide itself.
-  --X
-      Every field of Megatron-core's configuration classes, and Megatron-LM's names for them."""
-
-
-def _default(flag: Flag) -> str:
-    if flag.required:
-        return "(required)"
-    if flag.derived is not None:
-        return f"(default: {flag.derived})"
-    return f"(default: {flag.default})" if flag.default not in (None, (), {}) else ""
 
 
 def _build(values: dict[str, Any], draft: Draft, custom: dict[str, Any], critic_overrides: Mapping[str, Any]) -> Config:

@@ -68,13 +68,14 @@ class TensorBoard:
 
 
 class WandB:
-    """Reports to Weights & Biases, also offline. ``train/*`` is drawn over steps, all else over rollouts.
+    """Reports to Weights & Biases, also offline. ``train/*`` is drawn over steps, all else over rollouts or steps.
 
     Args:
         options: arguments of ``wandb.init`` (project, group, mode, dir, entity, id …); None means wandb's default.
         config: the resolved configuration, shown with the run.
         key: the API key; None: as the environment or ``wandb login`` says.
         host: the address of a server; None: wandb's own.
+        always_steps: draw everything over steps.
 
     Raises:
         UserError: wandb is not installed.
@@ -89,6 +90,7 @@ class WandB:
         *,
         key: str | None = None,
         host: str | None = None,
+        always_steps: bool = False,
     ) -> None:
         wandb = _import_wandb()
         if key is not None and options.get("mode") not in ("offline", "disabled"):
@@ -98,7 +100,7 @@ class WandB:
         self._run = wandb.init(
             **given, config=dict(config), resume="allow" if "id" in given else None, settings=settings
         )
-        self._run.define_metric("*", step_metric="rollout_id")
+        self._run.define_metric("*", step_metric="step" if always_steps else "rollout_id")
         self._run.define_metric("train/*", step_metric="step")
 
     def resume(self, step: int) -> None:
@@ -143,5 +145,6 @@ def trackers_for(ops: Ops, config: Mapping[str, Any]) -> list[Tracker]:
             "entity": ops.wandb_team,
             "id": ops.wandb_run_id,
         }
-        trackers.append(WandB(options, config, key=ops.wandb_key, host=ops.wandb_host))
+        steps = ops.wandb_always_use_train_step
+        trackers.append(WandB(options, config, key=ops.wandb_key, host=ops.wandb_host, always_steps=steps))
     return trackers

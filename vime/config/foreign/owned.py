@@ -22,7 +22,6 @@ OWNED: Mapping[str, Mapping[str, str]] = {
         "model-tag": "use --hf-checkpoint",
         "tokenizer": "use --hf-checkpoint",
         "served-model-name": "the model is served under the path of --hf-checkpoint",
-        "config": "use --config, which takes --vllm-* flags too",
         "tensor-parallel-size": "use --rollout-num-gpus-per-engine",
         "pipeline-parallel-size": _ENGINE_SLOTS,
         "prefill-context-parallel-size": _ENGINE_SLOTS,

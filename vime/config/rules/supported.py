@@ -21,10 +21,24 @@ ONLY: Mapping[str, Any] = {
 """The one value that each of these flags may have; None: it may not be given."""
 
 
+IN_FINE_TUNING = frozenset({"debug_train_only"})
+"""Those that may have any value with --loss-type sft_loss."""
+
+
+def limit(name: str) -> str | None:
+    """A sentence for the help of a flag: what this version takes of it; None where it takes everything."""
+    if name not in ONLY:
+        return None
+    if name in IN_FINE_TUNING:
+        return "This version takes it with --loss-type sft_loss only."
+    only = ONLY[name]
+    return "This version refuses it." if only is None or only is False else f"This version takes {only} only."
+
+
 def not_yet(config: Config) -> Iterator[Violation]:
     values = config.flat()
     if config.algorithm.is_sft:
-        del values["debug_train_only"]  # which is what such a run is
+        values = {name: value for name, value in values.items() if name not in IN_FINE_TUNING}
     for name, only in ONLY.items():
         derived = config.origins.get(name, "").startswith("derived")
         if values.get(name, only) != only and not derived:

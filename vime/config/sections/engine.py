@@ -55,3 +55,9 @@ class Engine:
     update_weight_disk_keep_files: bool = flag(
         False, help="Keep each version there; else it is removed once every engine has the next one."
     )
+    check_weight_update_equal: bool = flag(
+        False, help="Accepted for old command lines: the arrival of weights is always proven."
+    )
+    vllm_weight_sync_packed: bool = flag(
+        False, help="Accepted for old command lines: weights always travel packed into buffers."
+    )

@@ -25,6 +25,9 @@ class Ops:
     wandb_host: str | None = flag(None, help="Address of a Weights & Biases server.")
     wandb_team: str | None = flag(None, help="Weights & Biases team.")
     wandb_run_id: str | None = flag(None, help="Weights & Biases run to continue.")
+    wandb_always_use_train_step: bool = flag(
+        False, help="Draw every curve there over optimizer steps; else only train/... is, and the rest over rollouts."
+    )
     log_passrate: bool = flag(False, help="Log pass@k of rollouts, for k = 1, 2, 4 … up to the size of a group.")
     debug_rollout_only: bool = flag(False, help="Only generate; no training processes.")
     debug_train_only: bool = derived(

@@ -38,10 +38,6 @@ class Parallel:
     )
     seed: int = flag(1234, help="Seed of the training processes.")
 
-    @property
-    def model_parallel_size(self) -> int:
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-
     def virtual_stages(self, num_layers: int | None) -> int | None:
         """The pieces of the stack on each pipeline rank; None where pipelines do not interleave, as far as is known."""
         each, stages = self.num_layers_per_virtual_pipeline_stage, self.virtual_pipeline_model_parallel_size

@@ -27,7 +27,3 @@ class Rollout:
     rollout_stop: tuple[str, ...] = flag((), help="Texts that end a response.")
     rollout_stop_token_ids: tuple[int, ...] = flag((), help="Token ids that end a response.")
     rollout_skip_special_tokens: bool = flag(False, help="Leave special tokens out of the text of a response.")
-
-    @property
-    def samples_per_rollout(self) -> int:
-        return self.rollout_batch_size * self.n_samples_per_prompt
