@@ -37,7 +37,7 @@ PARAMS = SamplingParams(max_tokens=3, seed=1)
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "BACKOFF_S", 0.001)
+    monkeypatch.setattr("vime.serving.http.BACKOFF_S", 0.001)
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ async def test_tokens_that_the_teacher_does_not_know_are_refused_by_its_words(ti
 
 
 async def test_a_teacher_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vime.serving.teacher.BACKOFF_S", 0.0)
+    monkeypatch.setattr("vime.serving.http.BACKOFF_S", 0.0)
     teacher = TeacherClient("http://127.0.0.1:9", timeout_s=5)
     with pytest.raises(Unreachable, match=r"the teacher \(http://127.0.0.1:9\) cannot be reached"):
         await teacher.log_probs(TOKENS, 1)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ray
 
-__all__ = ["LOOPBACK", "node_address"]
+from vime.platform.sockets import LOOPBACK
 
-LOOPBACK = "127.0.0.1"
+__all__ = ["node_address"]
 
 
 def node_address() -> str:

@@ -77,8 +77,7 @@ class TrainingJob(ABC):
 
     async def _start_trainer(self) -> None:
         info = await self.trainer.start()
-        given = self._config.checkpoint.start_rollout_id
-        self._start = info.start_rollout_id if given is None else given
+        self._start = info.start_rollout_id
         state = info.state
         if state is not None:
             self._restore_source(state["source"])

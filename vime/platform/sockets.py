@@ -7,15 +7,16 @@ import random
 import socket
 from pathlib import Path
 
-__all__ = ["free_port"]
+__all__ = ["LOOPBACK", "free_port"]
 
+LOOPBACK = "127.0.0.1"
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 USUAL_FIRST = 32768  # of the ports that Linux gives to connections
 LOWEST = 10_000
 ATTEMPTS = 1000
 
 
-def free_port(address: str = "127.0.0.1") -> int:
+def free_port(address: str = LOOPBACK) -> int:
     """A free port of an address of this machine, below those that the kernel gives to outgoing connections.
 
     A port that the kernel chooses is free now, but any connection of any process may get it before the server comes to

@@ -19,6 +19,7 @@ import numpy as np
 import orjson
 
 MEDIA_TYPE = "application/vnd.vime.generation"  # a request that accepts it gets it; any other gets vLLM's answer
+GENERATE = "/inference/v1/generate"
 PROGRESS = "/vime/v1/progress"
 TOKEN_DTYPE = np.dtype("<i4")
 LOG_PROB_DTYPE = np.dtype("<f4")  # what the engine computes them in

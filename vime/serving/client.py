@@ -13,15 +13,13 @@ import numpy as np
 
 from vime.models.routes import RouteShape
 from vime.serving import answers
-from vime.serving.control import GENERATE, EngineControl, parse_version
+from vime.serving.control import EngineControl, parse_version
 from vime.serving.fleet import Fleet
-from vime.serving.http import EngineError, HttpServer, Refused, Unreachable
+from vime.serving.http import EngineError, HttpServer, Refused, Unreachable, back_off, is_final
 from vime.types import Generation, SamplingParams, WeightVersion
 
 __all__ = ["EngineError", "RouterClient", "parse_generation", "request_body"]
 
-ATTEMPTS = 4
-BACKOFF_S = 0.5  # before the second attempt; doubles for each further one
 ABORT_PERIOD_S = 0.2
 ABORT_TIMEOUT_S = 60.0
 ABORT_CALL_TIMEOUT_S = 20.0  # of one engine; when it is lost, its requests still have time to end with it
@@ -97,17 +95,17 @@ class RouterClient:
             try:
                 return await self._attempt(body, headers)
             except (Unreachable, Refused, Aborted) as error:
-                if attempt == ATTEMPTS or (isinstance(error, Refused) and error.status < 500):
+                if is_final(error, attempt):
                     raise
                 if self._aborts and self._fleet.tolerant:
                     return NOTHING
             self._fleet.count("requests_repeated")
-            await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
+            await back_off(attempt)
         raise AssertionError("unreachable")
 
     async def _attempt(self, body: dict[str, Any], headers: Mapping[str, str]) -> Generation:
         answer = await self._router.call(
-            "POST", GENERATE, body, timeout_s=self._request_timeout_s, headers=headers, read=answers.decode
+            "POST", answers.GENERATE, body, timeout_s=self._request_timeout_s, headers=headers, read=answers.decode
         )
         try:
             generation = parse_generation(answer)

@@ -33,7 +33,6 @@ from vllm.v1.engine import PauseMode
 from vime.serving import answers
 from vime.serving.guard import die_with_parent
 
-GENERATE = "/inference/v1/generate"
 COMPACT = "/vime/v1/generate"  # where the middleware leads requests for compact answers; routers know the other path
 PAUSE = "/pause"
 ABORTS = {"/abort_requests": True, "/inference/v1/abort_requests": False}  # whether no ids mean all requests
@@ -58,7 +57,7 @@ class CompactAnswers:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             self._start(scope["app"])
-        elif scope["type"] == "http" and scope["path"] == GENERATE and _accepts_compact(scope):
+        elif scope["type"] == "http" and scope["path"] == answers.GENERATE and _accepts_compact(scope):
             scope["path"] = COMPACT
         elif scope["type"] == "http" and scope["path"] in ABORTS and self._peers is not None:
             receive = await self._peers.overhear(receive, ABORTS[scope["path"]])

@@ -10,7 +10,6 @@ from vime.serving.http import HttpServer
 from vime.types import WeightVersion
 
 CALL_TIMEOUT_S = 60.0
-GENERATE = "/inference/v1/generate"
 FIRST_VERSION = "default"  # what vLLM calls the weights that it started with
 
 
@@ -100,7 +99,7 @@ class EngineControl:
         """One request to this engine, past the router; for probes."""
         headers = {"accept": answers.MEDIA_TYPE}
         answer: dict[str, Any] = await self._server.call(
-            "POST", GENERATE, body, timeout_s=timeout_s, headers=headers, read=answers.decode
+            "POST", answers.GENERATE, body, timeout_s=timeout_s, headers=headers, read=answers.decode
         )
         return answer
 

@@ -15,6 +15,7 @@ from vime.config.vllm_build import is_cpu_build
 from vime.errors import UserError
 from vime.models import load_shape
 from vime.models.routes import RouteShape
+from vime.platform.sockets import LOOPBACK
 from vime.serving.control import EngineControl
 from vime.serving.health import check_generates
 from vime.serving.http import EngineError
@@ -23,7 +24,6 @@ from vime.serving.process import ReservedPort, ServerProcess
 if TYPE_CHECKING:
     from vime.config import Config
 
-LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
 KEEP_ALIVE_S = 3600
 CPU_KV_CACHE_BYTES = 512 << 20
@@ -173,7 +173,7 @@ class EngineServer:
     ) -> EngineServer:
         spec = EngineSpec(
             model=Path(config.checkpoint.hf_checkpoint),
-            dtype="float32" if config.parallel.fp32 else "float16" if config.parallel.fp16 else "bfloat16",
+            dtype=config.parallel.dtype_name,
             max_model_len=config.rollout.rollout_max_context_len,
             tensor_parallel_size=config.cluster.rollout_num_gpus_per_engine,
             cpu=is_cpu_build(),

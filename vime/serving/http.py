@@ -14,6 +14,8 @@ from vime.errors import EngineError as EngineError
 Read = Callable[[bytes], Any]
 
 SHOWN_BYTES = 500  # of an unexpected answer
+ATTEMPTS = 4
+BACKOFF_S = 0.5  # before the second attempt; doubles for each further one
 
 
 class Unreachable(EngineError):
@@ -30,6 +32,16 @@ class Refused(EngineError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+def is_final(error: EngineError, attempt: int) -> bool:
+    """Whether a request that failed so is not sent once more: it was the last one, or the request is wrong."""
+    return attempt == ATTEMPTS or (isinstance(error, Refused) and error.status < 500)
+
+
+async def back_off(attempt: int) -> None:
+    """Waits after a failed attempt; the first is 1."""
+    await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
 
 
 class HttpServer:

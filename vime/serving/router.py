@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vime.config.foreign import command_words
+from vime.platform.sockets import LOOPBACK
 from vime.serving.http import EngineError, HttpServer, Refused
 from vime.serving.process import ReservedPort, ServerProcess
 
 if TYPE_CHECKING:
     from vime.config import Config
 
-LOOPBACK = "127.0.0.1"
 POLL_S = 0.1
 START_TIMEOUT_S = 60.0  # the engines are healthy before; the router itself is up in about a second
 ADD_TIMEOUT_S = 30.0  # it asks the engine whether it is healthy

@@ -7,12 +7,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from vime.serving.http import EngineError, HttpServer, Refused, Unreachable
+from vime.serving.http import EngineError, HttpServer, Refused, Unreachable, back_off, is_final
 
 __all__ = ["TeacherClient", "prompt_log_probs"]
-
-ATTEMPTS = 4
-BACKOFF_S = 0.5  # before the second attempt; doubles for each further one
 
 
 class TeacherClient:
@@ -49,9 +46,9 @@ class TeacherClient:
             try:
                 return await self._server.call("POST", "/v1/completions", body, timeout_s=self._timeout_s)
             except (Unreachable, Refused) as error:
-                if attempt == ATTEMPTS or (isinstance(error, Refused) and error.status < 500):
+                if is_final(error, attempt):
                     raise
-            await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
+            await back_off(attempt)
         raise AssertionError("unreachable")
 
 
