@@ -1,15 +1,19 @@
-"""The page on custom functions is what the contracts say."""
+"""The reference pages are what the code says; that on custom functions is what the contracts say."""
 
 from __future__ import annotations
 
-from tools.write_customization import PAGE, page
+import pytest
+
+from tools.write_reference import FOLDER, PAGES, page
 from vime.plugins import CONTRACTS
 from vime.plugins.training import READ_BACK
 
+PAGE = FOLDER / "customization.md"
 
-def test_the_reference_is_up_to_date():
-    text = PAGE.read_text(encoding="utf-8")
-    assert page(text) == text, "run python tools/write_customization.py"
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_reference_pages_are_up_to_date(path):
+    assert page(path) == path.read_text(encoding="utf-8"), "run python tools/write_reference.py"
 
 
 def test_every_function_has_a_section_with_an_example_that_others_can_read():
