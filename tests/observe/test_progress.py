@@ -3,10 +3,13 @@
 import io
 import math
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+import vime
+from vime.observe.console import text_console
 from vime.observe.progress import Progress, sparkline
 from vime.observe.summary import EvalRow, Summary, duration, eval_rows
 
@@ -81,6 +84,53 @@ def test_log_lines_are_text_not_markup():
     console = plain_console()
     Progress(1, clock=Clock(), console=console).log("[bold]answer[/] [0, 1]")
     assert written(console) == ["[bold]answer[/] [0, 1]"]
+
+
+def test_what_follows_a_rollout_is_told_of_that_rollout():
+    console = plain_console()
+    with Progress(8, clock=Clock(), console=console) as progress:
+        with progress.phase("evaluate"):
+            pass
+        for rollout_id in range(4):
+            progress.update({}, rollout_id=rollout_id)
+        with progress.phase("save"):
+            assert shown(progress)[0].startswith("rollout 4 of 8")
+        with progress.phase("train"):
+            assert shown(progress)[0].startswith("rollout 5 of 8")
+    assert [line for line in written(console) if ": " in line] == [
+        "rollout 1 of 8: evaluate",
+        "rollout 4 of 8: save",
+        "rollout 5 of 8: train",
+    ]
+
+
+def test_the_command_that_goes_on_is_one_line_on_a_narrow_terminal():
+    console, command = terminal(width=40), "python train.py " + "--a-flag 1 " * 20 + "--load 'a b'"
+    with Progress(1, clock=Clock(), console=console) as progress:
+        progress.finish(Summary(rollouts=1, steps=1, seconds=1, run_dir="runs/a", resume_command=command))
+    assert f"Continue: {command}" in written(console)
+
+
+def test_the_summary_of_a_resumed_run_counts_the_whole_run_and_says_what_is_new():
+    console = plain_console()
+    console.print(Summary(rollouts=8, steps=16, seconds=1, run_dir="a", earlier_rollouts=2, earlier_steps=4))
+    text = console.file.getvalue()
+    assert re.search(r"Rollouts +8, 6 of them since it was resumed", text)
+    assert re.search(r"Optimizer steps +16, 12 of them since it was resumed", text)
+
+
+def test_names_of_evaluation_sets_are_text():
+    console = plain_console()
+    console.print(Summary(rollouts=1, steps=1, seconds=1, run_dir="a", evals=(EvalRow(name="[bold]x :100: y[/]"),)))
+    assert "[bold]x :100: y[/]" in console.file.getvalue()
+
+
+def test_no_console_of_vime_reads_markup_or_emoji_in_what_it_prints(capsys):
+    text_console().print("big.jsonl:100: [red]answer[/] [0, 1]")
+    assert capsys.readouterr().out == "big.jsonl:100: [red]answer[/] [0, 1]\n"
+    root = Path(vime.__file__).parent
+    makers = [path.relative_to(root).as_posix() for path in root.rglob("*.py") if "Console(" in path.read_text()]
+    assert makers == ["observe/console.py"]
 
 
 def test_the_display_shows_phase_place_and_metrics():
@@ -181,8 +231,8 @@ def test_greedy_results_stand_next_to_the_sampled_ones():
 
 
 def test_the_summary_says_what_came_out_where_it_is_and_how_to_go_on():
-    console = Console(file=io.StringIO(), width=90, record=True)
-    console.print(
+    console = plain_console(width=90)
+    Progress(40, clock=Clock(), console=console).finish(
         Summary(
             rollouts=40,
             steps=80,
@@ -194,7 +244,7 @@ def test_the_summary_says_what_came_out_where_it_is_and_how_to_go_on():
             resume_command="python3 train.py --config run.yaml --load ckpt",
         )
     )
-    text = console.export_text()
+    text = console.file.getvalue()
     assert re.search(r"generate +1:00 \(60%\)", text)
     assert re.search(r"math +│ +0.250 │ +0.500 │ +\+0.250 │ +0.300 │ +0.625", text)
     assert "3.00 GiB" in text

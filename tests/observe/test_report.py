@@ -79,6 +79,20 @@ def test_a_resumed_run_goes_on_counting_steps(tmp_path):
     assert run.rows()[0]["step"] == 8
 
 
+def test_rollouts_and_steps_of_a_resumed_run_are_counted_alike(tmp_path):
+    run = Run(tmp_path, rollouts=2, steps=4)
+    run.rollout(2, steps=2)
+    run.report.finish(peak_memory_bytes=None, resume_command=None)
+    facts = [" ".join(line.split()) for line in run.lines()]
+    assert "Rollouts 3, 1 of them since it was resumed" in facts
+    assert "Optimizer steps 6, 2 of them since it was resumed" in facts
+
+
+def test_an_evaluation_is_told_of_the_rollout_that_it_follows(run):
+    run.report.evaluated(24, {"eval/math": 0.25})
+    assert run.lines() == ["evaluation after rollout 24: math 0.250"]
+
+
 def test_an_evaluation_is_recorded_and_told(run):
     run.report.evaluated(0, {"eval/math": 0.25, "eval/math-errors": 0.0, "eval/math-greedy": 0.5})
     assert run.rows()[0]["eval/math"] == 0.25

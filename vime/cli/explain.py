@@ -58,11 +58,12 @@ def plain_lines(config: Config) -> Iterator[str]:
 
 def show_rich(config: Config) -> None:
     """The same on a terminal; what is not a default stands out."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
+    from vime.observe.console import text_console
+
+    console = text_console()
     for section, entries in config.to_dict().items():
         table = Table(title=section, title_justify="left", box=None, header_style="dim", pad_edge=False)
         for column in ("flag", "value", "origin"):

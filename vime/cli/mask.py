@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from vime.data.dialogue import Dialogue, DialogueEncoder, dialogue_of
 from vime.data.jsonl import PromptFile, Row
 from vime.errors import UserError
+from vime.observe.console import text_console
 
 SHADES = {1: ("bold green", "bold bright_green"), 0: ("bright_black", "white")}
 REPLACEMENT = "\ufffd"
@@ -33,17 +33,17 @@ class Piece:
 
 def show(file: PromptFile, tokenizer: Any, encoder: DialogueEncoder, *, count: int, tokens: bool) -> int:
     """Writes the first ``count`` rows; returns how many of them cannot be trained."""
-    console = Console(highlight=False)
+    console = text_console()
     problems = 0
     for row in file.rows[:count]:
         try:
             for title, dialogue in _samples(row, encoder):
-                console.print(f"--- {file.path}:{row.line}{title}", markup=False, soft_wrap=True)
+                console.print(f"--- {file.path}:{row.line}{title}", soft_wrap=True)
                 pieces = list(pieces_of(tokenizer, dialogue))
                 console.print(_table(pieces) if tokens else _text(pieces, console.is_terminal), soft_wrap=True)
         except UserError as error:
             problems += 1
-            console.print(f"--- {file.path}:{row.line}: {error}", markup=False, soft_wrap=True)
+            console.print(f"--- {file.path}:{row.line}: {error}", soft_wrap=True)
     return problems
 
 

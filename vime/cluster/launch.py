@@ -13,8 +13,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 
-from rich.console import Console
-
 from vime import async_loop, loop
 from vime.cluster.calls import RemoteError
 from vime.cluster.job import Job
@@ -44,7 +42,7 @@ def main(config: Config) -> int:
         print("interrupted: every process was stopped", file=sys.stderr)
         return INTERRUPTED
     except (UserError, RemoteError, EngineError, SyncError) as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", markup=False)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -64,6 +64,7 @@ def open_record(config: Config, *, total: int) -> Iterator[Record]:
                 recorder,
                 progress,
                 clock=time.monotonic,
+                rollouts=start,
                 steps=int(state.get("steps", 0)),
                 first_evals=state.get("first_evals"),
             )

@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from vime.observe.console import text_console
 from vime.observe.metrics import split_finite
 from vime.observe.summary import Summary, duration
 
@@ -25,6 +26,9 @@ __all__ = ["Progress", "sparkline"]
 REWARD = "rollout/raw_reward"
 LOSS = "train/loss"
 """What is watched where nothing is rewarded."""
+
+OF_THE_LAST = frozenset({"evaluate", "save"})
+"""Phases that belong to the rollout that was trained before they began."""
 
 BARS = "▁▂▃▄▅▆▇█"
 TREND = 24
@@ -47,7 +51,7 @@ class Progress:
         self._total = total
         self._clock = clock
         self._start = self._rollout = start
-        self._console = console or Console(highlight=False, soft_wrap=False)
+        self._console = console or text_console()
         self._began = self._last_end = clock()
         self._phases: tuple[tuple[str, float], ...] = ()  # running ones and when they began, oldest first
         self._seen: set[str] = set()
@@ -104,6 +108,8 @@ class Progress:
         """Ends the display and writes the summary."""
         self._stop()
         self._console.print(summary)
+        for line in summary.lines():  # to be pasted: never wrapped
+            self.log(line)
 
     def _enter_first(self, name: str, now: float) -> None:
         if name == "generate":
@@ -117,7 +123,8 @@ class Progress:
             self._live = None
 
     def _place(self) -> str:
-        return f"rollout {min(self._rollout + 1, self._total)} of {self._total}"
+        ended = self._rollout > 0 and any(name in OF_THE_LAST for name, _ in self._phases)
+        return f"rollout {min(self._rollout + (not ended), self._total)} of {self._total}"
 
     def _line(self, rollout_id: int) -> str:
         parts = [f"rollout {rollout_id + 1} of {self._total}", *_readings(self._metrics), self._time_left()]

@@ -18,7 +18,7 @@ class RunReport:
     """Implements ``loop.Report``.
 
     Args:
-        steps: optimizer steps that were done before this process, by a run that it resumes.
+        rollouts, steps: rollouts and optimizer steps that were done before this process, by a run that it resumes.
         first_evals: the first evaluation of the run that is resumed, for the final table.
     """
 
@@ -28,6 +28,7 @@ class RunReport:
         progress: Progress,
         *,
         clock: Callable[[], float],
+        rollouts: int = 0,
         steps: int = 0,
         first_evals: Mapping[str, float] | None = None,
     ) -> None:
@@ -36,10 +37,11 @@ class RunReport:
         self._clock = clock
         self._began = clock()
         self._timer = PhaseTimer(clock)
+        self._earlier = rollouts, steps
         self.steps = steps
         self.first_evals = dict(first_evals or {})
         self._last_evals: dict[str, float] = {}
-        self._rollouts = 0
+        self._rollouts = rollouts
         self._noted: dict[str, float] = {}
         self._sources: list[Callable[[], Mapping[str, float]]] = []
 
@@ -54,7 +56,7 @@ class RunReport:
         self._last_evals = metrics
         self.first_evals = self.first_evals or metrics
         means = "  ".join(f"{name} {value:.3f}" for name, value in eval_results(metrics).items())
-        self._progress.log(f"evaluation before rollout {rollout_id + 1}: {means}")
+        self._progress.log(f"evaluation {f'after rollout {rollout_id}' if rollout_id else 'before rollout 1'}: {means}")
         self._progress.update(metrics)
 
     def note(self, metrics: Mapping[str, float]) -> None:
@@ -86,9 +88,12 @@ class RunReport:
 
     def finish(self, *, peak_memory_bytes: int | None, resume_command: str | None) -> None:
         """Shows the table at the end of a run."""
+        earlier_rollouts, earlier_steps = self._earlier
         summary = Summary(
             rollouts=self._rollouts,
             steps=self.steps,
+            earlier_rollouts=earlier_rollouts,
+            earlier_steps=earlier_steps,
             seconds=self._clock() - self._began,
             run_dir=str(self._recorder.run_dir),
             evals=eval_rows(self.first_evals, self._last_evals),

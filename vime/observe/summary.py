@@ -33,11 +33,13 @@ class EvalRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Everything that the final table shows."""
+    """Everything that the final table shows, and the lines below it."""
 
-    rollouts: int
+    rollouts: int  # of the whole run, as optimizer steps are
     steps: int
-    seconds: float
+    seconds: float  # of this process, as the phases are
+    earlier_rollouts: int = 0  # those of ``rollouts`` that an earlier process did
+    earlier_steps: int = 0
     run_dir: str
     evals: tuple[EvalRow, ...] = ()
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -48,15 +50,17 @@ class Summary:
         parts: list[RenderableType] = [self._facts()]
         if self.evals:
             parts.append(self._eval_table())
-        parts.append(Text(f"Results: {self.run_dir}", overflow="fold"))
-        if self.resume_command is not None:
-            parts.append(Text(f"Continue: {self.resume_command}", overflow="fold"))
         return Group(*parts)
+
+    def lines(self) -> list[str]:
+        """Where the results are, and how to go on: whole lines that can be pasted, however narrow the terminal is."""
+        resume = [] if self.resume_command is None else [f"Continue: {self.resume_command}"]
+        return [f"Results: {self.run_dir}", *resume]
 
     def _facts(self) -> Table:
         table = Table.grid(padding=(0, 2))
-        table.add_row("Rollouts", f"{self.rollouts:,}")
-        table.add_row("Optimizer steps", f"{self.steps:,}")
+        table.add_row("Rollouts", _with_earlier(self.rollouts, self.earlier_rollouts))
+        table.add_row("Optimizer steps", _with_earlier(self.steps, self.earlier_steps))
         table.add_row("Time", duration(self.seconds))
         for name, seconds in self.phase_seconds.items():
             share = f" ({seconds / self.seconds:.0%})" if self.seconds > 0 else ""
@@ -76,7 +80,7 @@ class Summary:
             change = row.end - row.start if row.start is not None and row.end is not None else None
             cells = [_number(row.start), _number(row.end), _number(change, sign="+")]
             table.add_row(
-                row.name.removesuffix(LOSS),
+                Text(row.name.removesuffix(LOSS)),
                 *cells,
                 *([_number(row.greedy_start), _number(row.greedy_end)] if greedy else []),
             )
@@ -123,6 +127,10 @@ def duration(seconds: float) -> str:
         return f"{minutes}:{rest:02}"
     days, hours = divmod(hours, 24)
     return f"{days} d {hours:02}:{minutes:02}:{rest:02}" if days else f"{hours}:{minutes:02}:{rest:02}"
+
+
+def _with_earlier(count: int, earlier: int) -> str:
+    return f"{count:,}" + (f", {count - earlier:,} of them since it was resumed" if earlier else "")
 
 
 def _number(value: float | None, *, sign: str = "") -> str:
