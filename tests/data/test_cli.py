@@ -30,6 +30,23 @@ def test_a_good_file_is_summed_up(write, capsys):
     assert capsys.readouterr().out == f"{path}: ok: 2 rows, 1 with a label\n"
 
 
+def test_a_label_key_that_no_row_has_is_a_mistake(write, capsys):
+    path = write({"input": "a", "label": 1}, {"input": "b"})
+    assert main(["data", "check", path, "--label-key", "answer"]) == 1
+    assert capsys.readouterr().err == (
+        f"error: {path}: no row has a label under the key 'answer' (--label-key); the first row has "
+        "['input', 'label']\n"
+    )
+
+
+def test_a_folder_without_a_tokenizer_is_told_in_one_line(write, tmp_path, capsys):
+    assert main(["data", "show", write({"input": "a"}), "--hf-checkpoint", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        f"error: --hf-checkpoint {tmp_path}: there is no tokenizer in it (tokenizer.json, tokenizer.model, vocab.json, "
+        "tekken.json)\n"
+    )
+
+
 def test_every_bad_row_is_listed(write, capsys):
     path = write(*["[]"] * 150, {"prompt": "b", "label": None})
     assert main(["data", "check", path, "--input-key", "prompt", "--label-key", "label", "--needs-label"]) == 1

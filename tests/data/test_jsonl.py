@@ -77,7 +77,8 @@ def test_hostile_bytes_are_bad_rows(write, line, reason):
         ({"role": "user"}, "prompt: must be a text or a list of messages, not an object"),
         (["hello"], "prompt: message 1 must be an object with role and content, not a text"),
         ([{"content": "x"}], "prompt: message 1 has no role"),
-        ([{"role": "user"}], "prompt: message 1: content must be a text, not null"),
+        ([{"role": "user"}], "prompt: message 1 has no content, only ['role']"),
+        ([{"role": "user", "content": None}], "prompt: message 1: content must be a text, not null"),
         (
             [{"role": "user", "content": "x", "step_loss_mask": 2}],
             "prompt: message 1: step_loss_mask must be 0 or 1, not 2",

@@ -232,6 +232,13 @@ def test_the_source_of_a_configuration(write):
     assert group[0].prompt.startswith("<|im_start|>user\na")
 
 
+def test_a_label_key_that_no_row_has_ends_a_run_at_its_start(write):
+    path = write([{"input": "a", "label": "1"}])
+    flags = ["--prompt-data", path, "--label-key", "answer", "--custom-rm-path", "m.f"]
+    with pytest.raises(UserError, match="no row has a label under the key 'answer'"):
+        PromptSource.from_config(resolve(flags).config, PromptEncoder(make_tokenizer()))
+
+
 def test_a_rule_reward_needs_labels_and_a_custom_one_does_not(write):
     path = write([{"input": "a"}])
     with pytest.raises(UserError, match=":1: the reward needs a label"):

@@ -29,10 +29,11 @@ def main(argv: Sequence[str]) -> int:
     if options.action == "mask":
         return _mask(file, options)
     encoder = _encoder(options)
-    return _show(file, encoder, options.n) if options.action == "show" else _check(file, encoder, options)
+    return _show(file, encoder, options.n) if options.action == "show" else _check(file, keys, encoder, options)
 
 
-def _check(file: PromptFile, encoder: PromptEncoder | None, options: argparse.Namespace) -> int:
+def _check(file: PromptFile, keys: Keys, encoder: PromptEncoder | None, options: argparse.Namespace) -> int:
+    file.require_labels(keys)
     problems = {row.line: row.reason for row in file.bad}
     limit, too_long = options.rollout_max_prompt_len, 0
     if encoder is not None:

@@ -72,6 +72,14 @@ class PromptFile:
         """Raises UserError with one line for each bad row."""
         require_none(self.path, self.bad)
 
+    def require_labels(self, keys: Keys) -> None:
+        """Raises UserError where no row has a label under the key that was given for labels. Some may lack one."""
+        if keys.label is not None and self.rows and all(row.label is None for row in self.rows):
+            raise UserError(
+                f"{self.path}: no row has a label under the key {keys.label!r} (--label-key); the first row has "
+                f"{_keys_at(Path(self.path), self.rows[0].line)}"
+            )
+
 
 def require_none(path: str, bad: list[BadRow]) -> None:
     """Raises UserError with one line for each bad row of a file."""
@@ -164,6 +172,11 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, content
 
 
+def _keys_at(path: Path, line: int) -> list[str]:
+    """The keys of a row that was read before."""
+    return sorted(next(json.loads(content) for number, content in _lines(path) if number == line))
+
+
 def _selected(path: Path, start: int | None, stop: int | None) -> Iterable[tuple[int, bytes]]:
     if (start or 0) < 0 or (stop or 0) < 0:  # only then the number of rows must be known
         start, stop, _ = slice(start, stop).indices(sum(1 for _ in _lines(path)))
@@ -191,6 +204,8 @@ def _check_message(where: str, message: Any) -> None:
         raise _Bad(f"{where} has no role")
     content = message.get("content")
     if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+        if "content" not in message:
+            raise _Bad(f"{where} has no content, only {sorted(message)}")
         raise _Bad(f"{where}: content must be a text, not {_kind(content)}")
     if message.get("step_loss_mask", 1) not in (0, 1):
         raise _Bad(f"{where}: step_loss_mask must be 0 or 1, not {message['step_loss_mask']!r}")

@@ -55,11 +55,12 @@ class PromptSource:
         max_prompt_len: longer prompts (in tokens) are dropped.
         select: instead of that, which rows there are to draw from.
         needs_label: whether a row without a label is bad.
+        some_label: whether a key of labels must give at least one row a label.
         skip_bad_rows: leave bad rows out, with a warning, instead of raising.
         buffer_filter: which groups of the buffer are continued first.
 
     Raises:
-        UserError: bad rows (one line each), no rows, or only prompts that are too long.
+        UserError: bad rows (one line each), no rows, no label in any, or only prompts that are too long.
     """
 
     def __init__(
@@ -74,12 +75,15 @@ class PromptSource:
         max_prompt_len: int | None = None,
         select: Selection | None = None,
         needs_label: bool = False,
+        some_label: bool = False,
         skip_bad_rows: bool = False,
         buffer_filter: BufferFilter = pop_first,
     ) -> None:
         file = jsonl.load(spec, keys, needs_label=needs_label)
         if not skip_bad_rows:
             file.require_good()
+        if some_label:
+            file.require_labels(keys)
         self._spec = spec
         self._digest = file.digest
         self._rows = file.rows
@@ -121,6 +125,7 @@ class PromptSource:
             shuffle=data.rollout_shuffle,
             max_prompt_len=data.rollout_max_prompt_len,
             needs_label=rm_type is not None and registry.needs_label(rm_type) and config.hooks.custom_rm_path is None,
+            some_label=True,
             skip_bad_rows=data.skip_bad_rows,
             buffer_filter=buffer_filter,
         )

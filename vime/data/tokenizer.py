@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.errors import UserError
-from vime.models.remote_code import needs_trust, tokenizer_code
+from vime.models.remote_code import needs_trust, tokenizer_code, tokenizer_problem
 
 
 def load_tokenizer(hf_checkpoint: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -18,10 +18,13 @@ def load_tokenizer(hf_checkpoint: str | Path, *, trust_remote_code: bool = False
     Raises:
         UserError: there is none that can be loaded.
     """
-    from transformers import AutoTokenizer
-
     if not Path(hf_checkpoint).is_dir():  # transformers would look for it on the network
         raise UserError(f"--hf-checkpoint {hf_checkpoint}: no such folder (it must be a local one)")
+    problem = tokenizer_problem(Path(hf_checkpoint), trust_remote_code=trust_remote_code)
+    if problem is not None:
+        raise UserError(problem)
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(str(hf_checkpoint), trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError … for one and the same mistake

@@ -1,9 +1,12 @@
-"""Python code that comes in a model's folder: Hugging Face's ``auto_map`` names it. None is run unless asked for."""
+"""The tokenizer of a model's folder: whether it has one, and whether that is Python code in the folder, which Hugging
+Face's ``auto_map`` names. None is run unless asked for."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
 def tokenizer_code(folder: Path) -> str | None:
@@ -16,6 +19,16 @@ def tokenizer_code(folder: Path) -> str | None:
     classes = (config.get("auto_map") or {}).get("AutoTokenizer") if isinstance(config, dict) else None
     names = [name for name in (classes if isinstance(classes, list) else [classes]) if name]
     return f"{str(names[0]).partition('.')[0]}.py" if names else None
+
+
+def tokenizer_problem(folder: Path, *, trust_remote_code: bool) -> str | None:
+    """Why no tokenizer can be loaded from a model's folder, as far as the names of its files say so."""
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    code = tokenizer_code(folder)
+    if code is None:
+        return f"--hf-checkpoint {folder}: there is no tokenizer in it ({', '.join(TOKENIZER_FILES)})"
+    return None if trust_remote_code else needs_trust(folder, code)
 
 
 def needs_trust(folder: Path | str, code: str) -> str:

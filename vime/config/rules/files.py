@@ -9,9 +9,8 @@ from pathlib import Path
 from vime.config.config import Config
 from vime.config.rules.base import Violation, known, option
 from vime.errors import UserError
-from vime.models.remote_code import needs_trust, tokenizer_code
+from vime.models.remote_code import tokenizer_problem
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 TRACKER = "latest_checkpointed_iteration.txt"
 SLICE = re.compile(r"@\[(-?\d*):(-?\d*)\]$")
 
@@ -26,13 +25,9 @@ def hf_checkpoint(config: Config) -> Iterator[Violation]:
         return
     if not (folder / "config.json").is_file():
         yield Violation(f"--hf-checkpoint {given}: there is no config.json in it")
-    if any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return
-    code = tokenizer_code(folder)
-    if code is None:
-        yield Violation(f"--hf-checkpoint {given}: there is no tokenizer in it ({', '.join(TOKENIZER_FILES)})")
-    elif not config.checkpoint.trust_remote_code:
-        yield Violation(needs_trust(folder, code))
+    problem = tokenizer_problem(folder, trust_remote_code=config.checkpoint.trust_remote_code)
+    if problem is not None:
+        yield Violation(problem)
 
 
 def ref_load(config: Config) -> Iterator[Violation]:
