@@ -41,7 +41,7 @@ async def test_a_rollout_function_has_a_deadline_and_is_named():
     hook = Hook(rollout, "--rollout-function-path", "mine:rollout")
     collect = custom_rollout(hook, None, FakeSource(), timeout_s=0.05)
     begin = asyncio.get_running_loop().time()
-    message = "mine:rollout: did not return within --rollout-function-timeout-s 0.05, for rollout 3"
+    message = "mine:rollout: did not return within --rollout-function-timeout-s 0.05, for rollout 4"
     with pytest.raises(HookError, match=message):
         await collect(3)
     assert asyncio.get_running_loop().time() - begin < 1.5

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from vime.errors import UserError
+from vime.naming import rollout_name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -245,10 +246,11 @@ class Sample:
     @property
     def name(self) -> str:
         """How messages name this sample."""
+        place = f"(group {self.group_index}, {rollout_name(self.rollout_id)})"
         if self.parent_index is not None and self.index is not None:
             number = (self.index - self.parent_index) // CHILD_STRIDE
-            return f"child {number} of sample {self.parent_index} (group {self.group_index}, rollout {self.rollout_id})"
-        return f"sample {self.index} (group {self.group_index}, rollout {self.rollout_id})"
+            return f"child {number} of sample {self.parent_index} {place}"
+        return f"sample {self.index} {place}"
 
     def score(self, reward_key: str | None = None) -> float:
         """The reward as one finite number.

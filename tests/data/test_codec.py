@@ -35,7 +35,7 @@ def test_a_sample_without_routes_and_one_of_an_older_version_have_none() -> None
 @pytest.mark.parametrize("look", [check_sample, sample_to_json])
 def test_routes_that_are_no_array_are_named(look: Callable[[Sample], object]) -> None:
     sample = Sample(index=3, group_index=1, rollout_routed_experts=[[[0, 1]]])  # type: ignore[arg-type]
-    message = r"sample 3 \(group 1, rollout None\): rollout_routed_experts must be a numpy array of integers, not list"
+    message = r"sample 3 \(group 1, no rollout\): rollout_routed_experts must be a numpy array of integers, not list"
     with pytest.raises(UserError, match=message):
         look(sample)
 

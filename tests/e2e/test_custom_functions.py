@@ -66,7 +66,7 @@ def test_a_hook_that_fails_on_a_rank_ends_the_run_and_is_named_last(flags: list[
         "error: --custom-megatron-before-train-step-hook-path tests.training.train_hooks:fails: "
         "raised RuntimeError: no budget left (train_hooks.py:"
     )
-    assert last.endswith("for step 0 of rollout 0, rank 0")
+    assert last.endswith("for step 1 of rollout 1, rank 0")
     assert "no budget left" in (save / "logs" / "custom_functions.log").read_text()
 
 

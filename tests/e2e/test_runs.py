@@ -114,7 +114,7 @@ def test_rewards_that_all_fail_end_the_run_and_say_why(ends: Ends) -> None:
     assert run.wait() == 1
     run.assert_nothing_is_left()
     last = run.output().splitlines()[-1]
-    assert "rollout 0: no sample has a reward" in last and "the reward service is down" in last
+    assert "rollout 1: no sample has a reward" in last and "the reward service is down" in last
 
 
 @pytest.mark.slow

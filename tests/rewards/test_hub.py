@@ -149,7 +149,7 @@ async def test_what_is_no_finite_number_is_an_error_that_names_function_and_samp
     one = await rewarded(custom(returning(value)))
     assert one.reward is None
     assert one.grade.status is GradeStatus.ERROR
-    assert one.grade.detail == f"--custom-rm-path my:rm: the reward {what}, for sample 3 (group 1, rollout 0)"
+    assert one.grade.detail == f"--custom-rm-path my:rm: the reward {what}, for sample 3 (group 1, rollout 1)"
 
 
 async def test_a_dict_reward_keeps_its_values_and_reward_key_names_the_score():
@@ -192,7 +192,7 @@ async def test_an_exception_is_an_error_with_its_message_and_its_traceback_is_in
     line = custom_rm.__code__.co_firstlineno + 1
     assert one.grade.detail == (
         f"--custom-rm-path my:rm: raised KeyError: 'tests' (test_hub.py:{line}), traceback in {log}, "
-        "for sample 3 (group 1, rollout 0)"
+        "for sample 3 (group 1, rollout 1)"
     )
     assert log.read_text().startswith("--custom-rm-path my:rm\nTraceback (most recent call last):\n")
     assert 'raise KeyError("tests")' in log.read_text()

@@ -70,8 +70,16 @@ def test_an_empty_response_has_no_log_probs_where_the_generate_function_gives_no
 
 
 def test_no_reward_at_all_is_an_error_that_says_why():
-    with pytest.raises(UserError, match=r"rollout 3: no sample has a reward; the first: sample 0 .*deadline exceeded"):
+    with pytest.raises(UserError, match=r"rollout 4: no sample has a reward; the first: sample 0 .*deadline exceeded"):
         to_rollout_batch(3, [[sample(0, None), sample(1, None)]], halve)
+
+
+def test_the_sample_without_a_reward_is_named_once():
+    first = sample(0, None)
+    first.grade = Grade.error(f"--custom-rm-path my:rm: raised KeyError, for {first.name}")
+    with pytest.raises(UserError) as told:
+        to_rollout_batch(0, [[first]], halve)
+    assert str(told.value).count("sample 0") == 1 and str(told.value).startswith("rollout 1: ")
 
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.ABORTED])
@@ -115,7 +123,7 @@ def test_a_sample_without_a_reward_says_so():
 def test_log_probs_that_only_some_samples_have_are_left_out(caplog):
     batch = to_rollout_batch(0, [[sample(0, rollout_log_probs=None), sample(1)]], halve)
     assert [s.rollout_log_probs for s in batch.samples] == [None, None]
-    assert "sample 0 (group 0, rollout None) has no rollout_log_probs: those of the whole rollout" in caplog.text
+    assert "sample 0 (group 0, no rollout) has no rollout_log_probs: those of the whole rollout" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -149,7 +157,7 @@ def test_a_processed_reward_that_is_not_finite_is_named_and_not_trained_on(bad, 
     batch = to_rollout_batch(0, [[sample(0), sample(1)]], lambda samples: ([1.0, 1.0], [0.5, bad]))
     assert [(s.reward, s.loss_mask) for s in batch.samples] == [(0.5, (1, 1)), (0.0, (0, 0))]
     assert batch.metrics == {"rollout/nonfinite_rewards": 1.0}
-    assert "sample 1 (group 0, rollout None): its reward is not a finite number" in caplog.text
+    assert "sample 1 (group 0, no rollout): its reward is not a finite number" in caplog.text
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, np.float32("nan"), 10**400, {"a": math.nan, "b": 1.0}])
@@ -165,7 +173,7 @@ def test_a_reward_that_is_not_finite_takes_no_part_in_the_baseline(reward, caplo
     assert seen == [0]
     assert [s.loss_mask for s in batch.samples] == [(1, 1), (0, 0)]
     assert batch.metrics == {"rollout/nonfinite_rewards": 1.0}
-    assert "sample 1 (group 0, rollout None): its reward is not a finite number" in caplog.text
+    assert "sample 1 (group 0, no rollout): its reward is not a finite number" in caplog.text
 
 
 def test_who_needs_log_probs_names_the_sample_without_them():

@@ -286,7 +286,7 @@ async def test_a_generate_function_that_loses_the_sample_names_it():
 
     runner = Runner(custom_generate(hook(loses), ARGS), FakeRewarder(), seed=1, concurrency=1)
     with pytest.raises(
-        HookError, match=r"must keep index 0 and group_index 0, .*, for sample 0 \(group 0, rollout 5\)"
+        HookError, match=r"must keep index 0 and group_index 0, .*, for sample 0 \(group 0, rollout 6\)"
     ):
         await runner.run(FakeSource(n=1).get_samples(1)[0], 5, SamplingParams(max_tokens=2))
 
@@ -319,7 +319,7 @@ async def test_one_generate_call_may_make_several_samples_each_graded_by_itself(
     assert [s.reward for s in group] == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
     assert not rewarder.groups, "several samples make no group reward of a reward function"
     assert [sample_from_json(json.loads(json.dumps(sample_to_json(s)))) for s in group] == group
-    assert group[2].name == "child 1 of sample 1 (group 0, rollout 5)"
+    assert group[2].name == "child 1 of sample 1 (group 0, rollout 6)"
 
 
 async def test_a_function_for_whole_groups_gets_all_children():

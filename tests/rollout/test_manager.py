@@ -153,7 +153,7 @@ async def test_an_evaluation_begins_anew_when_all_engines_come_back_with_newer_w
     assert metrics["eval/weight_version/min"] == metrics["eval/weight_version/max"] == 8
     assert len(generator.requests) == 16, "the set that was answered already is asked again"
     assert [len(samples) for samples in recorder.recorded.values()] == [4, 4]
-    assert "before rollout 7 begins anew: the engines have version 8 of the weights, and had 7" in caplog.text
+    assert "after rollout 7 begins anew: the engines have version 8 of the weights, and had 7" in caplog.text
 
 
 async def test_an_aborted_sample_continues_where_it_stopped():

@@ -211,7 +211,7 @@ def test_a_filter_that_drops_everything_ends_with_the_reasons(prompts):
         return str(caught.value)
 
     assert on_virtual_clock(live) == (
-        "rollout 5: 12 groups were generated and 0 of the 3 needed were kept; 8 fell because zero_std_0.0, 4 fell "
+        "rollout 6: 12 groups were generated and 0 of the 3 needed were kept; 8 fell because zero_std_0.0, 4 fell "
         "because zero_std_1.0 (--max-refill-rounds 2 x --over-sampling-batch-size 4)"
     )
 

@@ -167,5 +167,5 @@ def test_a_rollout_that_waits_long_says_for_what(caplog):
     with caplog.at_level(logging.WARNING):
         on_virtual_clock(live)
     assert [record.message for record in caplog.records] == [
-        "rollout 7: nothing has ended for 600 s; under way: group 3"
+        "rollout 8: nothing has ended for 600 s; under way: group 3"
     ] * 2

@@ -114,13 +114,13 @@ def test_changed_masks_count_as_if_they_had_come_that_way(
         (
             "--rollout-data-postprocess-path",
             "break_lengths",
-            r"set advantages\[1\] to the shape .*, for rollout 0, rank 0",
+            r"set advantages\[1\] to the shape .*, for rollout 1, rank 0",
         ),
         (
             "--custom-megatron-before-train-step-hook-path",
             "fails",
             r"raised RuntimeError: no budget left \(train_hooks.py:\d+\), traceback in .*, "
-            r"for step 0 of rollout 0, rank 0",
+            r"for step 1 of rollout 1, rank 0",
         ),
     ],
 )

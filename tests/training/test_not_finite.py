@@ -61,7 +61,7 @@ def test_a_skipped_step_names_the_samples_that_caused_it(
         after = [p.detach().clone() for chunk in worker.chunks for p in chunk.parameters()]
         assert metrics["train/skipped_steps"] == 1
         assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
-        assert "step 0 of rollout 9 skipped" in caplog.text
+        assert "step 1 of rollout 10 skipped" in caplog.text
         assert caplog.text.rstrip().endswith("not finite: the loss of sample 5")
         (metrics,) = worker.train(batch_of(broken)).steps
         assert metrics["train/skipped_steps"] == 0, "an infinite ratio is clamped, and counted"

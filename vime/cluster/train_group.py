@@ -12,6 +12,7 @@ import ray
 from vime.cluster.actors import ModelActor, TrainActor, environment
 from vime.cluster.calls import wait_all
 from vime.config import Config
+from vime.naming import rollout_name
 from vime.types import RolloutBatch, TokenScores, TrainBatch, TrainResult, WeightVersion
 
 if TYPE_CHECKING:
@@ -61,14 +62,14 @@ class TrainGroup:
 
     async def train(self, batch: RolloutBatch) -> TrainResult:
         shares = self._split(batch, self._infos[0].dp_size)
-        what = f"training the {self._name} on rollout {batch.rollout_id}"
+        what = f"training the {self._name} on {rollout_name(batch.rollout_id)}"
         result: TrainResult = self._reported(await self._share("train", shares, what=what))
         return result
 
     async def score(self, batch: RolloutBatch) -> dict[int, TokenScores]:
         """What the model says of all samples before it learns from them, by their index."""
         shares = self._split(batch, self._infos[0].dp_size)
-        what = f"asking the {self._name} about rollout {batch.rollout_id}"
+        what = f"asking the {self._name} about {rollout_name(batch.rollout_id)}"
         results: list[dict[int, TokenScores]] = await self._share("score", shares, what=what)
         return {index: scores for of_rank in results for index, scores in of_rank.items()}
 

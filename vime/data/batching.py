@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vime.errors import UserError
+from vime.naming import rollout_name
 from vime.types import RolloutBatch, TrainBatch, TrainSample, TrainStep
 
 MicroBatch = list[TrainSample]
@@ -59,11 +60,13 @@ def make_train_batches(
     """
     samples = sorted(batch.samples, key=_order)
     if len({sample.index for sample in samples}) != len(samples):
-        raise UserError(f"rollout {batch.rollout_id}: two samples have the same index; it must be unique in the run")
+        raise UserError(
+            f"{rollout_name(batch.rollout_id)}: two samples have the same index; it must be unique in the run"
+        )
     drawn = len({sample.origin for sample in samples})
     if not samples or drawn % global_batch_size:
         raise UserError(
-            f"rollout {batch.rollout_id}: its {drawn} samples are not a multiple of the global batch size "
+            f"{rollout_name(batch.rollout_id)}: its {drawn} samples are not a multiple of the global batch size "
             f"{global_batch_size}; nothing may be left out"
         )
     ranks: list[list[list[MicroBatch]]] = [[] for _ in range(dp_size)]

@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from vime.naming import rollout_name
 from vime.observe.console import text_console
 from vime.observe.metrics import split_finite
 from vime.observe.summary import Summary, duration
@@ -127,7 +128,7 @@ class Progress:
         return f"rollout {min(self._rollout + (not ended), self._total)} of {self._total}"
 
     def _line(self, rollout_id: int) -> str:
-        parts = [f"rollout {rollout_id + 1} of {self._total}", *_readings(self._metrics), self._time_left()]
+        parts = [f"{rollout_name(rollout_id)} of {self._total}", *_readings(self._metrics), self._time_left()]
         return "  ".join(filter(None, parts))
 
     def _time_left(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from vime.naming import evaluation_name
 from vime.observe.phases import PhaseTimer
 from vime.observe.progress import Progress
 from vime.observe.recorder import RunRecorder
@@ -56,7 +57,7 @@ class RunReport:
         self._last_evals = metrics
         self.first_evals = self.first_evals or metrics
         means = "  ".join(f"{name} {value:.3f}" for name, value in eval_results(metrics).items())
-        self._progress.log(f"evaluation {f'after rollout {rollout_id}' if rollout_id else 'before rollout 1'}: {means}")
+        self._progress.log(f"{evaluation_name(rollout_id)}: {means}")
         self._progress.update(metrics)
 
     def note(self, metrics: Mapping[str, float]) -> None:

@@ -16,6 +16,7 @@ from vime.data.chat import PromptEncoder
 from vime.data.source import PromptSource, encoder_of, pop_first
 from vime.data.tokenizer import load_tokenizer
 from vime.errors import UserError
+from vime.naming import evaluation_name, rollout_name
 from vime.observe.rollout_metrics import multi_turn_metrics, pass_rates, rollout_metrics
 from vime.plugins import Hook, Hooks, resolve_hooks
 from vime.plugins import rollout as contracts
@@ -413,7 +414,7 @@ def _rollout_metrics(config: Config, hooks: Hooks, args: Args, history: WeightHi
         if config.ops.log_multi_turn:
             found |= multi_turn_metrics(samples)
         found |= collected.metrics
-        about = f"rollout {rollout_id}"
+        about = rollout_name(rollout_id)
         return {} if log is not None and log.call(rollout_id, args, samples, found, seconds, about=about) else found
 
     return metrics
@@ -424,7 +425,7 @@ def _eval_metrics(hooks: Hooks, args: Args, history: WeightHistory) -> EvalMetri
 
     def metrics(rollout_id: int, evaluated: Evaluated) -> dict[str, float]:
         found = version_metrics([history.version]) | eval_metrics(evaluated.data) | dict(evaluated.metrics)
-        about = f"the evaluation before rollout {rollout_id}"
+        about = f"the {evaluation_name(rollout_id)}"
         return {} if log is not None and log.call(rollout_id, args, evaluated.data, found, about=about) else found
 
     return metrics

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from vime.algorithms.rewards import has_signal
 from vime.errors import UserError
+from vime.naming import rollout_name
 from vime.rewards.values import Score, is_graded, is_not_finite
 from vime.types import Group, InvalidSample, RolloutBatch, Sample, Status, TokenScores, TrainSample
 
@@ -55,7 +56,7 @@ def to_rollout_batch(
     samples = in_order(groups)
     graded = [sample for sample in samples if is_graded(sample, score)]
     if not graded:
-        raise UserError(f"rollout {rollout_id}: no sample has a reward; the first: {_why_ungraded(samples)}")
+        raise UserError(f"{rollout_name(rollout_id)}: no sample has a reward; the first: {_why_ungraded(samples)}")
     broken = [sample for sample in samples if sample.ended_well and is_not_finite(sample, score)]
     processed = dict(zip(map(index_of, graded), zip(*_checked(post_process, graded), strict=True), strict=True))
     rewards = {index: pair for index, pair in processed.items() if all(map(math.isfinite, pair))}
@@ -134,7 +135,7 @@ def in_order(groups: Sequence[Group]) -> list[Sample]:
 def _why_ungraded(samples: Sequence[Sample]) -> str:
     first = samples[0]
     detail = first.grade.detail if first.grade is not None else "it was never graded; set --rm-type or --custom-rm-path"
-    return f"{first.name}: {detail}"
+    return detail if first.name in detail else f"{first.name}: {detail}"
 
 
 def _checked(post_process: PostProcess, samples: list[Sample]) -> tuple[Sequence[float], Sequence[float]]:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from vime.data.source import BufferFilter
+from vime.naming import evaluation_name, rollout_name
 from vime.plugins import Hook
 from vime.plugins.answers import (
     Kept,
@@ -56,7 +57,7 @@ def dynamic_filter(hook: Hook, args: Any) -> Judge:
     """``--dynamic-sampling-filter-path``: f(args, samples) → whether the group counts."""
 
     def judge(group: Group) -> Kept:
-        about = f"group {group[0].group_index} of rollout {group[0].rollout_id}"
+        about = f"group {group[0].group_index} of {rollout_name(group[0].rollout_id)}"
         return hook.call(args, group, about=about, read=kept_group)
 
     return judge
@@ -85,10 +86,10 @@ class CustomSource:
 
     def save(self, rollout_id: int) -> None:
         """It keeps its own files."""
-        self._save.call(rollout_id, about=f"the checkpoint of rollout {rollout_id}")
+        self._save.call(rollout_id, about=f"the checkpoint of {rollout_name(rollout_id)}")
 
     def load(self, rollout_id: int) -> None:
-        self._load.call(rollout_id, about=f"the checkpoint of rollout {rollout_id}")
+        self._load.call(rollout_id, about=f"the checkpoint of {rollout_name(rollout_id)}")
 
     def __len__(self) -> int:
         return int(self._len.call(about="its prompts"))
@@ -143,7 +144,7 @@ def custom_rollout(
     read = functools.partial(groups_and_metrics, generated=generated, multiple=multiple)
 
     async def collect(rollout_id: int) -> Collected:
-        about = f"rollout {rollout_id}"
+        about = rollout_name(rollout_id)
         groups, metrics = await call_within(
             hook, args, rollout_id, source, evaluation=False, about=about, read=read, timeout_s=timeout_s
         )
@@ -159,7 +160,7 @@ def custom_evaluation(hook: Hook, args: Any, source: DataSource, *, timeout_s: f
     that has it as ``data``."""
 
     async def evaluate(rollout_id: int) -> Evaluated:
-        about = f"the evaluation before rollout {rollout_id}"
+        about = f"the {evaluation_name(rollout_id)}"
         data, metrics = await call_within(
             hook,
             args,
@@ -226,7 +227,7 @@ def all_samples_process(hook: Hook, args: Any, source: DataSource) -> Callable[[
     """``--rollout-all-samples-process-path``: f(args, all_samples, data_source), with the groups that were dropped."""
 
     def apply(rollout_id: int, groups: list[Group]) -> None:
-        hook.call(args, groups, source, about=f"rollout {rollout_id}", read=read_nothing)
+        hook.call(args, groups, source, about=rollout_name(rollout_id), read=read_nothing)
 
     return apply
 
@@ -264,7 +265,7 @@ def custom_conversion(hook: Hook, args: Any, needs_log_probs: str | None) -> Con
                 raise WrongAnswer(f"returned no rollout_log_probs, and {needs_log_probs} needs them")
             return found
 
-        rows = hook.call(args, samples, about=f"rollout {rollout_id}", read=read)
+        rows = hook.call(args, samples, about=rollout_name(rollout_id), read=read)
         return RolloutBatch(rollout_id=rollout_id, samples=tuple(rows))
 
     return convert
@@ -272,4 +273,4 @@ def custom_conversion(hook: Hook, args: Any, needs_log_probs: str | None) -> Con
 
 def about_rollout(samples: list[Sample]) -> str:
     """How messages name the rollout of these samples."""
-    return f"rollout {samples[0].rollout_id}"
+    return rollout_name(samples[0].rollout_id)

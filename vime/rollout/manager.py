@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from vime.naming import evaluation_name
 from vime.ports import Recorder
 from vime.rollout.conversion import Convert, PostProcess, to_rollout_batch
 from vime.rollout.evaluation import EvalSet, Evaluate, Evaluated, eval_metrics
@@ -172,8 +173,8 @@ class RolloutManager:
             if history.version == version:
                 return Evaluated(data=found)
             logger.warning(
-                "the evaluation before rollout %s begins anew: the engines have version %s of the weights, and had %s",
-                *(rollout_id, history.version, version),
+                "the %s begins anew: the engines have version %s of the weights, and had %s",
+                *(evaluation_name(rollout_id), history.version, version),
             )
 
     async def _answers(self, eval_set: EvalSet, rollout_id: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from typing import Any
 
 from vime.data.codec import sample_from_json, sample_to_json
 from vime.errors import UserError
+from vime.naming import rollout_name
 from vime.plugins.answers import Kept
 from vime.ports import DataSource
 from vime.rollout.staleness import StalenessBound
@@ -271,7 +272,7 @@ class Sampler:
                 if waiting:
                     told = ", ".join(waiting[:TOLD]) + (f" and {len(waiting) - TOLD} more" if waiting[TOLD:] else "")
                     logger.warning(
-                        "rollout %s: nothing has ended for %g s; under way: %s", rollout.number, TELL_S, told
+                        "%s: nothing has ended for %g s; under way: %s", rollout_name(rollout.number), TELL_S, told
                     )
         self._changed.clear()
 
@@ -360,7 +361,7 @@ class Sampler:
         """Fresh groups, at most so many; none if the source has none, and others are in flight."""
         drawn = self._source.get_samples(count)
         if not drawn and not self._flights:
-            raise UserError(f"rollout {rollout.number}: the data source gave no groups where {count} were wanted")
+            raise UserError(f"{rollout_name(rollout.number)}: the data source gave no groups where {count} were wanted")
         rollout.drawn += len(drawn)
         self.ledger.drawn += len(drawn)
         return drawn
@@ -475,7 +476,7 @@ class Sampler:
         flag = "--max-groups-ahead" if self._continuous else "--over-sampling-batch-size"
         fell = ", ".join(f"{count} fell because {reason}" for reason, count in reasons.most_common())
         return (
-            f"rollout {rollout.number}: {sum(reasons.values()) + len(rollout.kept)} groups were generated and "
+            f"{rollout_name(rollout.number)}: {sum(reasons.values()) + len(rollout.kept)} groups were generated and "
             f"{len(rollout.kept)} of the {rollout.target} needed were kept; {fell} "
             f"(--max-refill-rounds {self._max_refills} x {flag} {self._batch_size})"
         )

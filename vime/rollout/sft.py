@@ -17,6 +17,7 @@ from vime.data.jsonl import BadRow, Keys, Row
 from vime.data.source import PromptSource, Selection, keys_of
 from vime.data.tokenizer import load_tokenizer
 from vime.errors import UserError
+from vime.naming import rollout_name
 from vime.plugins import Hooks, resolve_hooks
 from vime.plugins import rollout as contracts
 from vime.ports import DataSource
@@ -193,7 +194,9 @@ class DialogueRollouts:
             wanted = self._batch_size - len(groups)
             more = self._source.get_samples(wanted)
             if not more:
-                raise UserError(f"rollout {rollout_id}: the data source gave no groups where {wanted} were wanted")
+                raise UserError(
+                    f"{rollout_name(rollout_id)}: the data source gave no groups where {wanted} were wanted"
+                )
             groups += more
         return Collected(groups=groups)
 

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from vime.config import Config
+from vime.naming import rollout_name
 from vime.plugins import WrongAnswer, losses, resolve_hooks
 from vime.plugins import training as contracts
 from vime.plugins.contract import read_nothing, shown
@@ -88,7 +89,7 @@ class TrainHooks:
             names = [name for name in losses.ESTIMATES if name == "advantages" or name in data]
             return {name: token_rows(data, name, lengths, finite=False) for name in names}  # such samples are left out
 
-        about = f"rollout {batch.rollout_id}, {_rank()}"
+        about = f"{rollout_name(batch.rollout_id)}, {_rank()}"
         found = self._advantages.call(self.args, data, about=about, read=read)
         joined = {name: Rows.of(batch).join(rows) for name, rows in found.items()}
         return Estimates(joined["advantages"], joined.get("returns"))
@@ -131,7 +132,7 @@ class TrainHooks:
     def before_step(self, rollout_id: int, step: int, chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
         """An optimizer step follows."""
         if self._before_step is not None:
-            about = f"step {step} of rollout {rollout_id}, {_rank()}"
+            about = f"step {step + 1} of {rollout_name(rollout_id)}, {_rank()}"
             self._before_step.call(
                 self.args, rollout_id, step, list(chunks), optimizer, scheduler, about=about, read=read_nothing
             )
@@ -159,7 +160,7 @@ class TrainHooks:
             read_nothing(answer)
             return {name: token_rows(data, name, lengths, before=before[name]) for name in names}
 
-        about = f"rollout {batch.rollout_id}, {_rank()}"
+        about = f"{rollout_name(batch.rollout_id)}, {_rank()}"
         found = self._postprocess.call(self.args, batch.rollout_id, data, about=about, read=read)
         rows = Rows.of(batch)
         joined = {name: rows.join(tensors) for name, tensors in found.items()}

@@ -18,6 +18,7 @@ from vime.checkpoints import CheckpointStore, ResumePoint
 from vime.config import Config
 from vime.errors import UserError
 from vime.models import ModelShape, load_shape
+from vime.naming import rollout_name
 from vime.platform import current
 from vime.training.build import build_optimizer, build_scheduler, make_rope, precision_fields
 from vime.training.checkpoint import load_megatron, save_megatron
@@ -162,7 +163,7 @@ class ModelWorker(ABC, Generic[G]):
         if self._hooks.see_optimizer:
             self._offloader.arrive()
         self._hooks.before_step(rollout_id, number, self.chunks, self.optimizer, self.scheduler)
-        return self._learner.step(work, step, name=f"step {number} of rollout {rollout_id}")
+        return self._learner.step(work, step, name=f"step {number + 1} of {rollout_name(rollout_id)}")
 
     def prepare_to_leave(self) -> None:
         """Begins to make the host memory that ``offload`` needs, and returns at once."""
