@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,6 +138,43 @@ def test_the_format_is_told_by_the_template(template: str, name: str) -> None:
 def test_an_unknown_format_is_named() -> None:
     with pytest.raises(UserError, match="no tool-call format 'xml'; there are hermes"):
         parser_of("xml")
+
+
+HOSTILE = [
+    *(("hermes", piece, "") for piece in ("<tool_call>", "</tool_call>", "<think>", "<tool_call>{</tool_call>")),
+    *(("fenced", piece, "") for piece in ("```tool_call", "```", "```tool_call{```x")),
+    *(("mistral", piece, "") for piece in ("[TOOL_CALLS]", "[TOOL_CALLS]a[ARGS]", "[ARGS]", "[CALL_ID]")),
+    *(("llama3", piece, "") for piece in ('{"name":"f"};', '{"name":"f"}\n', '{"name":"f"};;;;;;;;')),
+    ("llama3", ",a=1", "<|python_tag|>f.call(a=1"),
+    ("llama3", "not ", "<|python_tag|>"),
+    ("glm", "<arg_key>a</arg_key>", "<tool_call>f"),
+    ("glm", "<arg_key>", "<tool_call>f"),
+    ("glm", "<arg_value>a</arg_value>", "<tool_call>f<arg_key>a</arg_key>"),
+    ("glm", "<arg_key>a</arg_key><arg_value>", "<tool_call>f"),
+    ("glm", "<arg_key>a</arg_key><arg_value>1</arg_value>", "<tool_call>f"),
+    ("glm", "<tool_call>f<arg_key>", ""),
+    ("glm", " ", "<tool_call>f<arg_key>a</arg_key>"),
+    *(("glm", piece, "f") for piece in ("\n", " ", "\n{", "{", "}", " \n ")),
+]
+
+
+@pytest.mark.parametrize(("name", "piece", "before"), HOSTILE)
+def test_no_text_takes_a_parser_more_than_linear_time(name: str, piece: str, before: str) -> None:
+    """What takes quadratic time takes 64 times as long for 8 times the text; parsers run on the event loop."""
+
+    def seconds(characters: int) -> float:
+        text = before + piece * (characters // len(piece)) + "!"
+        begin = time.process_time()
+        PARSERS[name](text)
+        return time.process_time() - begin
+
+    short, long = (min(seconds(characters) for _ in range(3)) for characters in (25_000, 200_000))
+    assert long < max(24 * short, 0.1)
+
+
+def test_a_key_or_value_of_glm_may_hold_the_marks_of_another() -> None:
+    said = PARSERS["glm"]("<tool_call>f<arg_key>a</arg_key><arg_value><arg_key>x</arg_key></arg_value></tool_call>")
+    assert said.calls == (ToolCall("f", {"a": "<arg_key>x</arg_key>"}),)
 
 
 PIECES = [

@@ -1,7 +1,8 @@
 """Calls of tools in what a model says: text → calls. Pure functions, one a format.
 
 A call that cannot be read becomes a ``BadCall`` whose error is written for the model, which can try again. Nothing here
-raises for what a model wrote. Reasoning is not searched: a call that is only thought of is no call.
+raises for what a model wrote, or takes more than linear time: parsers run on the event loop. Reasoning is not searched:
+a call that is only thought of is no call.
 
 The formats are those in which chat templates show calls to the model:
 
@@ -132,12 +133,13 @@ def _outside_reasoning(text: str, find: Callable[[str], _Found]) -> Said:
 def _blocks(text: str, begin: str, end: str, read: Callable[[str], Iterator[ToolCall | BadCall]]) -> _Found:
     """Calls between two marks; the last block may end with the text (a turn can stop at the mark)."""
     content, *blocks = text.split(begin)
+    contents = [content]
     calls: list[ToolCall | BadCall] = []
     for block in blocks:
         body, _, behind = block.partition(end)
         calls += read(body.strip())
-        content += behind
-    return content, calls
+        contents.append(behind)
+    return "".join(contents), calls
 
 
 def _json_calls(text: str) -> Iterator[ToolCall | BadCall]:
@@ -183,6 +185,17 @@ def _call_of(value: Any, text: str) -> ToolCall | BadCall:
     return ToolCall(value["name"], arguments, identity if isinstance(identity, str) else None)
 
 
+_BLANKS = re.compile(r"\s*")
+_SEPARATORS = re.compile(r"[; \t\r\n]*")
+
+
+def _behind(skipped: re.Pattern[str], text: str, position: int) -> int:
+    """Where what is skipped ends. In place: a copy of the rest for each call would take quadratic time."""
+    found = skipped.match(text, position)
+    assert found is not None  # the patterns match the empty text
+    return found.end()
+
+
 def _llama3(text: str) -> _Found:
     content, tagged, body = text.partition("<|python_tag|>")
     if not tagged:
@@ -205,7 +218,7 @@ def _json_values(text: str) -> list[ToolCall | BadCall]:
         except UNREADABLE as error:
             return [*calls, BadCall(text[position:], f"the call is not valid JSON ({_reason(error)}); {_WRITE}")]
         calls.append(_call_of(value, text[position:end]))
-        position = end + len(text[end:]) - len(text[end:].lstrip("; \t\r\n"))
+        position = _behind(_SEPARATORS, text, end)
     return calls
 
 
@@ -249,26 +262,45 @@ def _named_call(name: str, arguments: str, text: str) -> Iterator[ToolCall | Bad
     yield _call_of({"name": name.partition("[CALL_ID]")[0].strip(), "arguments": arguments.strip()}, text)
 
 
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_NAME_AND_JSON = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*\n\s*(\{.*\})\s*", re.DOTALL)
+_ARGUMENT = re.compile(  # possessive, or it would look for the end of a key without a value again and again
+    r"<arg_key>(?P<key>(?:(?!</arg_key>).)*+)</arg_key>\s*+"
+    r"<arg_value>(?P<value>(?:(?!</arg_value>).)*+)</arg_value>\s*+",
+    re.DOTALL,
+)
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+_WRITE_GLM = "write <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>"
 
 
 def _glm(text: str) -> _Found:
     if "<tool_call>" in text:
         return _blocks(text, "<tool_call>", "</tool_call>", _glm_call)
-    found = _NAME_AND_JSON.fullmatch(text)
-    return ("", list(_named_call(found[1], found[2], text))) if found else (text, ())
+    head, brace, behind = text.partition("{")
+    name = head.strip()
+    if _NAME.fullmatch(name) and "\n" in head.lstrip() and behind.rstrip().endswith("}"):
+        return "", list(_named_call(name, brace + behind, text))
+    return text, ()
 
 
 def _glm_call(text: str) -> Iterator[ToolCall | BadCall]:
-    name, _, behind = text.partition("<arg_key>")
-    pairs = _ARGUMENT.findall("<arg_key>" + behind) if behind else []
-    rest = _ARGUMENT.sub("", "<arg_key>" + behind) if behind else ""
-    if not name.strip() or rest.strip():
-        write = "<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>"
-        yield BadCall(text, f"the call cannot be read; write {write}")
+    name, begun, behind = text.partition("<arg_key>")
+    arguments = _glm_arguments(begun + behind)
+    if arguments is None or not name.strip():
+        yield BadCall(text, f"the call cannot be read; {_WRITE_GLM}")
         return
-    yield ToolCall(name.strip(), {key.strip(): value for key, value in pairs})
+    yield ToolCall(name.strip(), arguments)
+
+
+def _glm_arguments(text: str) -> dict[str, str] | None:
+    """Keys and values in turn; None: it is something else."""
+    arguments: dict[str, str] = {}
+    position = 0
+    while position < len(text):
+        found = _ARGUMENT.match(text, position)
+        if found is None:
+            return None
+        arguments[found["key"].strip()] = found["value"]
+        position = found.end()
+    return arguments
 
 
 def _reason(error: BaseException) -> str:

@@ -297,7 +297,7 @@ def _message(said: Said, text: str, tools: list[dict[str, Any]], turn: int) -> M
     """The assistant's message. Calls that cannot be read, and those nobody offered tools for, stay text."""
     made = enumerate(call for call in said.calls if isinstance(call, ToolCall))
     calls = list(filter(None, (_call(call, tools, turn, position) for position, call in made))) if tools else []
-    unread = [call.text for call in said.calls if isinstance(call, BadCall)]
+    unread = dict.fromkeys(call.text for call in said.calls if isinstance(call, BadCall))  # a list is one text for each
     if said.calls and not calls:
         content = text.rpartition("</think>")[2].strip()
     else:
