@@ -54,6 +54,36 @@ xy | yx
 \begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix} 1 \\ 2 \end{pmatrix}
 (-\infty,3) | (-\infty, 3)
 9**9**9**9 | 9**9**9**9
+2 1/2 | 5/2
+-2 1/2 | -5/2
+2 \frac{1}{2} | 2.5
+x = 2 1/2 | 5/2
+2½ | 5/2
+½ | 0.5
+\frac 1 2 | 1/2
+\dbinom 5 2 | 10
+1,\!000 | 1000
+x = 1\,000 | 1000
+1 000 | 1000
+3.141\,592 | 3.141592
+10 20 | 10  20
+１２ | 12
+－5 | -5
+−½ | -1/2
+10⁻³ | 0.001
+2⁴ | 16
+1.5e3 | 1500
+1,5 | (1, 5)
+5 cm | 5 centimeters
+5\text{ m}^2 | 5 square meters
+60 km/h | 60 kilometers per hour
+12 units | 12 cm
+5 | 5 kg
+30^\circ\text{C} | 30 °C
+x = 5 \text{ cm} | 5 cm
+\frac{\sqrt3}{2}\text{ m} | \frac{3}{2\sqrt3} m
+5 xy | 5 yx
+3t + 2m | 3t + 2m
 """
 
 NOT_EQUAL = r"""
@@ -76,6 +106,34 @@ x+1 | x+2
 A | B
 \begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}2\\1\end{pmatrix}
 1/0 | 0
+2 1/2 | 21/2
+2 1/2 | 1
+3 1/3 | 31/3
+x = 2 1/2 | x = 21/2
+10 20 | 1020
+10 20 | 200
+1 2 | 12
+1\ 2 | 12
+1\,2 | 12
+x = 1 2 | x = 12
+1 234 5 | 12345
+1/2 3 | 1/23
+(1 2, 3) | (12, 3)
+3 4 | 12
+2⁴ | 24
+1,5 | 1.5
+1,5 | 15
+5 cm | 5 m
+5\text{ cm} | 5 m
+5\text{ cm}^2 | 5\text{ cm}^3
+5 hours | 5 minutes
+5:00 pm | 5:00 am
+60 km/h | 60 mph
+5 apples | 5 oranges
+2 ft 3 in | 3 ft 2 in
+\sqrt2\text{ m} | \sqrt2\text{ cm}
+30^\circ\text{C} | 30^\circ\text{F}
+6 cm | 5 cm
 """
 
 

@@ -46,7 +46,16 @@ def test_deepscaler_grades_what_follows_the_thinking_or_everything(response, exp
 
 
 @pytest.mark.parametrize(
-    "answer", ["**Answer:** 34", "Answer: 34.0", "Answer: 34.", r"Answer: \boxed{34}", "Answer: $34$"]
+    "answer",
+    [
+        "ANSWER：34",
+        "**Answer：** ３４",
+        "**Answer:** 34",
+        "Answer: 34.0",
+        "Answer: 34.",
+        r"Answer: \boxed{34}",
+        "Answer: $34$",
+    ],
 )
 def test_dapo_gives_one_for_the_right_answer_line(answer):
     grade = registry.load("dapo")("thinking …\n" + answer, "34", {})
@@ -89,6 +98,21 @@ def test_dapo_takes_labels_of_any_kind(label, expected):
         ("50%", "50"),
         ("1, 2", "2"),
         ("72", "#### 72"),
+        ("x = −5", "-5"),
+        ("x = –5", "-5"),
+        ("x = －5", "-5"),
+        ("5−3", "3"),
+        ("pages 3–5", "5"),
+        ("it takes 2 1/2 hours", "2.5"),
+        ("it takes 2½ hours", "5/2"),
+        ("½", "0.5"),
+        ("one of 7 3/2", "1.5"),
+        ("３４", "34"),
+        ("1，000", "1000"),
+        ("1\u202f000", "1000"),
+        ("1,\\!000", "1000"),
+        ("1.5e3", "1500"),
+        ("34 m²", "34"),
     ],
 )
 def test_last_number_is_right(response, label):
@@ -97,7 +121,16 @@ def test_last_number_is_right(response, label):
 
 @pytest.mark.parametrize(
     ("response", "label"),
-    [("34 or 35", "34"), ("3", "-3"), ("0.333", "1/3"), ("9007199254740993", "9007199254740992"), ("1,2", "12")],
+    [
+        ("x = −5", "5"),
+        ("2 1/2", "1/2"),
+        ("1 2", "12"),
+        ("34 or 35", "34"),
+        ("3", "-3"),
+        ("0.333", "1/3"),
+        ("9007199254740993", "9007199254740992"),
+        ("1,2", "12"),
+    ],
 )
 def test_last_number_is_wrong(response, label):
     assert score("last_number", response, label) == 0.0

@@ -1,6 +1,6 @@
 r"""Whether two answers are the same mathematics.
 
-The order matters: text first, then exact numbers, then words, and only what is left goes to math-verify (sympy). So
+The order matters: text first, then exact numbers, units, words, and only what is left goes to math-verify (sympy). So
 integers beyond 2^53 are compared digit by digit, 0.333 is not 1/3, "listen" is not "silent" (as products of letters
 they would be equal), and most answers never load sympy.
 
@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 
 from vime.rewards.extract import last_boxed
-from vime.rewards.numbers import parse_number
+from vime.rewards.numbers import parse_number, plain
+from vime.rewards.units import names_more, quantity
 from vime.types import Grade, GradeStatus
 
 MAX_ANSWER_CHARS = 2000  # nobody's final answer is longer, and the LaTeX parser is slow
@@ -22,11 +23,24 @@ _WRAPPERS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbo
 _FORMULA = re.compile(r"\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
 _EMPHASIS = re.compile(r"(\*\*|__)(.+)\1", re.DOTALL)
 _SPACING = re.compile(r"(?<!\\)\\[,;:! ]|~")
+_THOUSANDS = re.compile(r"(?<![\d.,^])\d{1,3}(?: \d{3})+(?!\d)")
+_DECIMALS = re.compile(r"(?<=\.)(?:\d{3}\\,)+\d{1,3}(?!\d)")
+_APART = re.compile(r"\d\s+\d")
+_MIXED = re.compile(r"(?<![\d.,/^])(\d{1,9})\s+(\d{1,9})\s*/\s*(\d{1,9})(?![\d.])")
+_UNBRACED = re.compile(r"\\(frac|binom)\s*(\d)\s*(\d)(?!\d)")
 _DEGREES = re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*$|\s*°\s*$")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' \-]*")
 _FUNCTIONS = re.compile(r"(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|log|exp|sqrt|min|max|gcd|lcm", re.IGNORECASE)
 _POWER = re.compile(r"\*\*\s*(\((?:[^()]|\([^()]*\))*\)|-?[\w.]+)((?:\^\{.*\})?)")
-_REPLACED = {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "²": "^2", "³": "^3"}
+_REPLACED = {
+    "×": r"\times ",
+    "·": r"\cdot ",
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    r",\!": ",",
+    "\u2009": r"\,",
+    "\u202f": r"\,",
+}
 
 
 def compare(answer: str, label: str | None) -> Grade:
@@ -57,19 +71,47 @@ def same_answer(answer: str, label: str) -> bool:
         return ours.same_as(theirs)
     if _is_words(answer) or _is_words(label):
         return _words(answer) == _words(label)
-    return len(answer) <= MAX_ANSWER_CHARS and _same_mathematics(answer, label)
+    if len(answer) > MAX_ANSWER_CHARS:
+        return False
+    counted, wanted = quantity(answer), quantity(label)
+    if counted and wanted:
+        return counted[1] == wanted[1] and _same_value(counted[0], wanted[0])
+    answer, label = _summed(answer), _summed(label)
+    if _APART.search(answer) or _APART.search(label):
+        return False  # several numbers, which math-verify would read as one
+    return _same_mathematics(answer, label)
+
+
+def _same_value(answer: str, label: str) -> bool:
+    """Of what stands before a unit: ``2 ft 3`` and ``3 ft 2`` are no products."""
+    if names_more(answer) or names_more(label):
+        return _without_spaces(answer) == _without_spaces(label)
+    return same_answer(answer, label)
+
+
+def _summed(text: str) -> str:
+    """Mixed numbers as sums, which math-verify would read as products."""
+
+    def summed(mixed: re.Match[str]) -> str:
+        whole, above, below = mixed.groups()
+        return f"({whole}+{above}/{below})" if int(above) < int(below) else mixed[0]
+
+    return _MIXED.sub(summed, text)
 
 
 def clean(text: str) -> str:
     """An answer without what surrounds it: quotes, dollars, boxes, text wrappers, a final full stop, degrees."""
     for sign, replacement in _REPLACED.items():
         text = text.replace(sign, replacement)
+    text = plain(text)
     before = None
     while text != before:
         before = text
         text = _strip_once(text)
-    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text).replace("{,}", ",").replace(r"\%", "%")
-    return _SPACING.sub(_thin_space, text).strip()
+    text = re.sub(r"\\[dtc](frac|binom)(?![A-Za-z])", r"\\\1", text).replace("{,}", ",").replace(r"\%", "%")
+    text = _SPACING.sub(" ", _DECIMALS.sub(lambda digits: digits[0].replace(r"\,", ""), text)).strip()
+    text = _UNBRACED.sub(r"\\\1{\2}{\3}", text)
+    return _THOUSANDS.sub(lambda digits: digits[0].replace(" ", ""), text)
 
 
 def _strip_once(text: str) -> str:
@@ -86,14 +128,11 @@ def _strip_once(text: str) -> str:
     return text[:-1] if text.endswith(".") and not text.endswith((r"\right.", "..")) else text
 
 
-def _thin_space(space: re.Match[str]) -> str:
-    r"""``1\,000`` is a number with a thin space; elsewhere the space separates."""
-    before, after = space.string[: space.start()][-1:], space.string[space.end() :][:1]
-    return "" if before.isdigit() and after.isdigit() else " "
-
-
 def _without_spaces(text: str) -> str:
-    return "".join(text.split()) if not _is_words(text) else _words(text)
+    """Spaces say nothing in mathematics, except between digits."""
+    if _is_words(text):
+        return _words(text)
+    return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(text.split()))
 
 
 def _is_words(text: str) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 _BOX_OR_BRACE = re.compile(r"\\(?P<box>boxed|fbox)(?![A-Za-z])\s*(?P<open>\{?)|\\.|[{}]", re.DOTALL)
 _SPEECH = re.compile(r"[^\W_]")
-_ANSWER = re.compile(r"answer\s*[*_]*\s*:\s*[*_]*\s*([^\n]+)", re.IGNORECASE)
+_ANSWER = re.compile(r"answer\s*[*_]*\s*[:：]\s*[*_]*\s*([^\n]+)", re.IGNORECASE)
 _THINK_END = "</think>"
 _RESPONSE_MARK = "###Response"
 
