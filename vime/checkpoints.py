@@ -13,7 +13,8 @@ Invariants, at every moment and so also when the process is killed:
   commit that was interrupted in between counts.
 * A checkpoint that is saved again is set aside until the new one is in place, and found there if that never happens.
 
-One run at a time saves to a root; any number may read it. Neither torch nor Megatron is imported here.
+One run at a time saves to a root (see ``vime.folder_lock``); any number may read it. Neither torch nor Megatron is
+imported here.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ import logging
 import os
 import re
 import shutil
-import socket
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+from vime.errors import DamagedFile, UserError
+from vime.files import read_json_object, writing
+from vime.unfinished import Owner, owner_of, unfinished
 
-from vime.errors import UserError
-
-__all__ = ["COMPLETE", "CRITIC", "STATE", "TRACKER", "CheckpointStore", "ResumePoint"]
+__all__ = ["COMPLETE", "CRITIC", "STATE", "TRACKER", "CheckpointStore", "ResumePoint", "older_may_do"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "vime_state.json"
@@ -43,7 +44,8 @@ RELEASE = "release"  # what Megatron writes into the tracker for converted weigh
 _MEGATRON_METADATA = "metadata.json"  # Megatron writes it last into a torch_dist checkpoint
 _ITERATION = re.compile(r"iter_(\d{7})")
 _ASIDE = re.compile(r"\.iter_(\d{7})\.replaced")
-_WORK = re.compile(r"\.iter_\d{7}\.(?P<host>.+)\.(?P<pid>\d+)\.tmp")
+_WORK = re.compile(r"\.(iter_\d{7})\..+\.tmp")
+_MOST_DIGITS = 18  # of the number of a rollout
 
 logger = logging.getLogger(__name__)
 
@@ -78,25 +80,47 @@ class CheckpointStore:
         """An empty folder to write the checkpoint of ``rollout_id`` into. It counts for nothing before ``commit``.
 
         Raises:
-            UserError: another process is saving to this root.
+            UserError: another process is saving to this root, or it cannot be written.
         """
         self._check_root()
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._end_commit()
-        self._remove_abandoned_work()
-        work = self._work(rollout_id)
-        work.mkdir()
+        with writing(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._end_commit()
+            self.clear()
+            work = self._work(rollout_id)
+            work.mkdir()
         return work
+
+    def clear(self) -> None:
+        """Removes what processes left that were killed while they saved. A run does it before it starts, too.
+
+        Raises:
+            UserError: another process is saving to this root, or may be.
+        """
+        with writing(self.root):
+            self._remove_abandoned_work()
+
+    def discard(self, rollout_id: int) -> None:
+        """Removes what was written since ``begin``: it is not to be completed."""
+        shutil.rmtree(self._work(rollout_id), ignore_errors=True)
 
     def commit(self, rollout_id: int, state: Mapping[str, Any] | None) -> Path:
         """Makes what was written since ``begin`` the checkpoint to resume from, and returns its folder.
 
         Args:
             state: what ``resolve`` gives back; JSON values, finite numbers only. None: these are weights only.
+
+        Raises:
+            UserError: the disk is full, or does not take it for another reason. What was there before still counts.
         """
+        text = None if state is None else json.dumps(state, allow_nan=False)
+        with writing(self.root):
+            return self._commit(rollout_id, text)
+
+    def _commit(self, rollout_id: int, state: str | None) -> Path:
         work, final = self._work(rollout_id), self._folder(rollout_id)
         if state is not None:
-            (work / STATE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
+            (work / STATE).write_text(state, encoding="utf-8")
         _sync_below(work)
         _write_durably(work / COMPLETE, "")
         _sync_folder(work)
@@ -115,8 +139,8 @@ class CheckpointStore:
         names a checkpoint that is not whole is overruled, with a warning, by the newest whole one.
 
         Raises:
-            UserError: the root is one of its checkpoints, ``ckpt_step`` is not there, or none of the checkpoints that
-                are there is whole.
+            UserError: the root is one of its checkpoints, ``ckpt_step`` is not there, none of the checkpoints that are
+                there is whole, or the state of the one to load is damaged.
         """
         self._check_root()
         if ckpt_step is not None:
@@ -155,11 +179,11 @@ class CheckpointStore:
         text = self._tracker_text()
         if text == RELEASE:
             return self.root / RELEASE
-        return self._find(int(text)) if text.isdecimal() else None
+        iteration = _iteration(text)
+        return None if iteration is None else self._find(iteration)
 
     def _tracker_text(self) -> str:
-        file = self._next_tracker if self._commit_needs_only_its_end() else self._tracker
-        return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+        return _beginning(self._next_tracker if self._commit_needs_only_its_end() else self._tracker)
 
     def _check_root(self) -> None:
         """A user who names one checkpoint instead of their root is told so."""
@@ -172,10 +196,8 @@ class CheckpointStore:
 
     def _commit_needs_only_its_end(self) -> bool:
         """A process was killed after its checkpoint was in place and before the tracker said so."""
-        if not self._next_tracker.is_file():
-            return False
-        text = self._next_tracker.read_text(encoding="utf-8").strip()
-        return text.isdecimal() and _is_whole(self._folder(int(text)))
+        iteration = _iteration(_beginning(self._next_tracker))
+        return iteration is not None and _is_whole(self._folder(iteration))
 
     def _end_commit(self) -> None:
         """The last steps of every commit, and the first of a process that finds one interrupted."""
@@ -192,13 +214,14 @@ class CheckpointStore:
 
     def _remove_abandoned_work(self) -> None:
         for match, path in self._matching(_WORK):
-            if match["host"] != socket.gethostname():
+            owner = owner_of(path, match[1])
+            if owner is Owner.ELSEWHERE:
                 logger.warning("%s was left by another machine; remove it if no run there saves here", path)
-            elif int(match["pid"]) != os.getpid() and psutil.pid_exists(int(match["pid"])):
-                raise UserError(
-                    f"{self.root}: process {match['pid']} is saving there; a root belongs to one run at a time"
-                )
-            else:
+            elif owner is Owner.ALIVE:
+                raise UserError(f"{self.root}: another process is saving there ({path.name}); a root is for one run")
+            elif owner is Owner.UNCLEAR:
+                raise UserError(f"{path} was left by {owner.value}; remove it if no run saves there")
+            elif owner is not None:
                 shutil.rmtree(path)
 
     def _matching(self, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str], Path]]:
@@ -216,7 +239,19 @@ class CheckpointStore:
         return _aside(final) if _aside(final).is_dir() and not final.exists() else final
 
     def _work(self, rollout_id: int) -> Path:
-        return self.root / f".{self._folder(rollout_id).name}.{socket.gethostname()}.{os.getpid()}.tmp"
+        return unfinished(self._folder(rollout_id))
+
+
+def _beginning(file: Path) -> str:
+    """What a tracker says, as far as it can be a number; nothing if it is not there."""
+    if not file.is_file():
+        return ""
+    with open(file, "rb") as stream:
+        return stream.read(2 * _MOST_DIGITS).decode("utf-8", errors="backslashreplace").strip()
+
+
+def _iteration(text: str) -> int | None:
+    return int(text) if re.fullmatch(rf"[0-9]{{1,{_MOST_DIGITS}}}", text) else None
 
 
 def _is_whole(folder: Path) -> bool:
@@ -229,11 +264,25 @@ def _is_whole(folder: Path) -> bool:
 def _resume_point(folder: Path) -> ResumePoint:
     match = _ITERATION.fullmatch(folder.name) or _ASIDE.fullmatch(folder.name)
     state = folder / STATE
-    return ResumePoint(
-        directory=folder,
-        iteration=int(match[1]) if match else 0,
-        state=json.loads(state.read_text(encoding="utf-8")) if state.is_file() else None,
-    )
+    with older_may_do(folder):
+        return ResumePoint(
+            directory=folder,
+            iteration=int(match[1]) if match else 0,
+            state=read_json_object(state) if state.is_file() else None,
+        )
+
+
+@contextmanager
+def older_may_do(checkpoint: Path, option: str = "--ckpt-step") -> Iterator[None]:
+    """Says what can be done where ``checkpoint`` turns out to be damaged in the block; nothing is taken by itself."""
+    try:
+        yield
+    except DamagedFile as error:
+        match = _ITERATION.fullmatch(checkpoint.name) or _ASIDE.fullmatch(checkpoint.name)
+        others = CheckpointStore(checkpoint.parent).iterations()
+        older = [iteration for iteration in others if match and iteration < int(match[1])]
+        advice = f"{option} {older[-1]} takes the one before" if older else "there is no older one"
+        raise UserError(f"{error}; the checkpoint {checkpoint.name} is damaged: {advice}") from error
 
 
 def _aside(folder: Path) -> Path:

@@ -14,6 +14,10 @@ class UserError(ValueError):
     """
 
 
+class DamagedFile(UserError):
+    """A file, named in the message, that is cut off or holds something that nobody wrote into it."""
+
+
 class EngineError(RuntimeError):
     """An engine or the router did not do what it was asked. The message names it, the call and the reason."""
 

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.disk import files_end_at
 from vime.checkpoints import COMPLETE, STATE, TRACKER, CheckpointStore
 from vime.errors import UserError
+from vime.unfinished import identity
 
 
 def save(root: Path, rollout_id: int, **state: object) -> Path:
@@ -105,13 +107,16 @@ def test_one_checkpoint_instead_of_the_root_is_told(tmp_path: Path) -> None:
         CheckpointStore(folder).resolve()
 
 
-@pytest.mark.parametrize("tracker", ["", "7", "garbage", None])
+@pytest.mark.parametrize("tracker", [b"", b"7", b"garbage", None, b"\xff\xfe", b"6" * 5000, "\u0666".encode(), b"\0"])
+@pytest.mark.parametrize("name", [TRACKER, f".{TRACKER}.next"])
 def test_a_bad_tracker_is_overruled_by_the_newest_whole_checkpoint(
-    tmp_path: Path, tracker: str | None, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, tracker: bytes | None, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 3)
     save(tmp_path, 6)
-    (tmp_path / TRACKER).unlink() if tracker is None else (tmp_path / TRACKER).write_text(tracker)
+    (tmp_path / TRACKER).unlink()
+    if tracker is not None:
+        (tmp_path / name).write_bytes(tracker)
     point = CheckpointStore(tmp_path).resolve()
     assert point is not None and point.iteration == 6
     assert "taking the newest whole one, 6" in caplog.text
@@ -146,20 +151,88 @@ def test_a_state_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
     assert store.resolve() is None
 
 
+def left_by(work: Path, mark: str) -> None:
+    """As if the process of that mark had begun it."""
+    work.rename(work.with_name(work.name.replace(identity(os.getpid()), mark)))
+
+
 def test_two_runs_cannot_save_to_one_root(tmp_path: Path) -> None:
-    work = CheckpointStore(tmp_path).begin(1)
-    work.rename(work.with_name(work.name.replace(str(os.getpid()), str(os.getppid()))))
-    with pytest.raises(UserError, match=f"process {os.getppid()} is saving there"):
-        CheckpointStore(tmp_path).begin(1)
+    left_by(CheckpointStore(tmp_path).begin(1), identity(os.getppid()))
+    for find_out in (CheckpointStore(tmp_path).clear, lambda: CheckpointStore(tmp_path).begin(1)):
+        with pytest.raises(UserError, match=rf"another process is saving there \(.*{identity(os.getppid())}.tmp\)"):
+            find_out()
 
 
 def test_what_a_dead_process_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
-    work = CheckpointStore(tmp_path).begin(1)
-    work.rename(work.with_name(work.name.replace(str(os.getpid()), str(dead.pid))))
+    left_by(CheckpointStore(tmp_path).begin(1), f"{dead.pid}-1")
     save(tmp_path, 2)
     assert hidden(tmp_path) == []
+
+
+def test_what_a_dead_process_left_is_removed_though_another_has_its_number(tmp_path: Path) -> None:
+    pid, began = identity(os.getppid()).split("-")
+    left_by(CheckpointStore(tmp_path).begin(1), f"{pid}-{int(began) - 1}")
+    CheckpointStore(tmp_path).clear()
+    assert hidden(tmp_path) == []
+
+
+def test_what_an_older_version_left_is_told_where_its_process_may_live(tmp_path: Path) -> None:
+    left_by(CheckpointStore(tmp_path).begin(1), str(os.getppid()))
+    with pytest.raises(UserError, match=rf"\.{os.getppid()}\.tmp was left by .* remove it if no run saves there"):
+        CheckpointStore(tmp_path).clear()
+
+
+def test_a_save_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    store = CheckpointStore(tmp_path)
+    (store.begin(2) / "weights").touch()
+    store.discard(2)
+    assert hidden(tmp_path) == []
+    point = store.resolve()
+    assert point is not None and point.iteration == 1
+
+
+@pytest.mark.parametrize("room", [0, 4])
+def test_a_full_disk_is_one_line_and_what_was_saved_before_counts(tmp_path: Path, room: int) -> None:
+    save(tmp_path, 1, cursor=1)
+    store = CheckpointStore(tmp_path)
+    for rollout_id in (1, 2):
+        work = store.begin(rollout_id)
+        with (
+            files_end_at(room),
+            pytest.raises(UserError, match=rf"^{tmp_path}: cannot be written: File too large$"),
+        ):
+            store.commit(rollout_id, {"cursor": 12345})
+        assert work.is_dir()
+        point = CheckpointStore(tmp_path).resolve()
+        assert point is not None and point.state == {"cursor": 1}
+
+
+def test_a_root_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/root: cannot be written: Not a directory$"):
+        CheckpointStore(tmp_path / "file" / "root").begin(1)
+
+
+@pytest.mark.parametrize("state", [b"", b'{"cursor": ', b"[1]", b'{"a": "\xff"}', b"[" * 100_000])
+def test_a_damaged_state_names_the_checkpoint_and_the_one_before(tmp_path: Path, state: bytes) -> None:
+    save(tmp_path, 3)
+    (save(tmp_path, 6) / STATE).write_bytes(state)
+    with pytest.raises(UserError) as raised:
+        CheckpointStore(tmp_path).resolve()
+    said = str(raised.value)
+    assert said.startswith(f"{tmp_path / 'iter_0000006' / STATE}: ") and "\n" not in said
+    assert said.endswith("the checkpoint iter_0000006 is damaged: --ckpt-step 3 takes the one before")
+    point = CheckpointStore(tmp_path).resolve(ckpt_step=3)
+    assert point is not None and point.state == {}
+
+
+def test_of_a_damaged_state_without_any_before_it_is_said_so(tmp_path: Path) -> None:
+    (save(tmp_path, 6) / STATE).write_text("")
+    with pytest.raises(UserError, match=r"iter_0000006 is damaged: there is no older one$"):
+        CheckpointStore(tmp_path).resolve()
 
 
 SAVE_AND_DIE = textwrap.dedent("""

@@ -1,15 +1,24 @@
-"""The command that resumes a run."""
+"""What a run writes to, and the command that resumes it."""
 
+import os
 import sys
 from dataclasses import replace
 
 import pytest
 
 from vime.checkpoints import CheckpointStore
-from vime.cluster.record import _replaced, _resume_point, resume_command
+from vime.cluster.record import (
+    _replaced,
+    _resume_point,
+    open_record,
+    own_folders,
+    resume_command,
+    with_new_run_dir,
+)
 from vime.config import parse_config
-from vime.config.config import Config
+from vime.config.config import Config, FrozenMap
 from vime.errors import UserError
+from vime.unfinished import identity
 
 
 @pytest.mark.parametrize(
@@ -41,6 +50,70 @@ def test_there_is_nothing_to_resume_without_save(monkeypatch, config_with):
     assert command is not None and command.endswith("python train.py --load 'out put' --num-rollout 6")
     command = resume_command(config_with("run", critic_save="critic"))
     assert command is not None and command.endswith("python train.py --load run --num-rollout 6 --critic-load critic")
+
+
+def test_runs_of_the_same_second_have_folders_of_their_own(config_with, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = config_with(None)
+    started = config.ops.run_dir
+    made = [with_new_run_dir(config).ops for _ in range(3)]
+    assert [ops.run_dir for ops in made] == [started, f"{started}-2", f"{started}-3"]
+    assert [ops.tensorboard_dir for ops in made] == [f"{ops.run_dir}/tensorboard" for ops in made]
+    assert all((tmp_path / ops.run_dir).is_dir() for ops in made)
+
+
+def test_a_folder_that_the_flags_name_is_taken_as_it_is(config_with, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    saving, named = config_with("run"), config_with(None)
+    named = replace(
+        named,
+        ops=replace(named.ops, run_dir="run"),
+        origins=FrozenMap({**named.origins, "run_dir": "the command line"}),
+    )
+    assert with_new_run_dir(saving) is saving
+    assert with_new_run_dir(named) is named
+
+
+def test_two_runs_do_not_share_a_folder(config_with, tmp_path):
+    first, second = config_with(f"{tmp_path}/a", f"{tmp_path}/c"), config_with(f"{tmp_path}/b", f"{tmp_path}/c")
+    shared = config_with(f"{tmp_path}/a")
+    same_record = replace(config_with(f"{tmp_path}/d"), ops=first.ops)
+    with own_folders(first):
+        for other, told in ((second, "--critic-save .*/c"), (shared, "--save .*/a"), (same_record, "--run-dir ")):
+            with pytest.raises(UserError, match=rf"^{told}.*: another run writes there \(process "), own_folders(other):
+                pass
+    with own_folders(second):
+        pass
+
+
+def test_a_second_run_touches_nothing_of_the_first(config_with, tmp_path):
+    config = config_with(f"{tmp_path}/run")
+    config = replace(config, ops=replace(config.ops, run_dir=f"{tmp_path}/run"))
+    with open_record(config, total=3) as record:
+        record.recorder.log({"a": 1.0}, rollout_id=0, step=0)
+        before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+        with pytest.raises(UserError, match="another run writes there"), open_record(config, total=3):
+            pass
+        assert {path: path.read_bytes() for path in before} == before
+
+
+def test_what_a_killed_process_left_is_seen_at_the_start(config_with, tmp_path):
+    work = CheckpointStore(tmp_path / "run").begin(3)
+    work.rename(work.with_name(work.name.replace(identity(os.getpid()), identity(os.getppid()))))
+    with pytest.raises(UserError, match="another process is saving there"), own_folders(config_with(f"{tmp_path}/run")):
+        pass
+
+
+def test_a_state_that_is_none_of_a_run_is_damaged(config_with, tmp_path):
+    store = CheckpointStore(tmp_path / "run")
+    for rollout_id in (2, 3):
+        store.begin(rollout_id)
+        store.commit(rollout_id, {})
+    config = config_with(None)
+    config = replace(config, checkpoint=replace(config.checkpoint, load=str(store.root)))
+    with pytest.raises(UserError, match=r"iter_0000003/vime_state.json: .* --ckpt-step 2 takes the one before$"):
+        _resume_point(config)
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import math
 import numpy as np
 import pytest
 
+from tests.disk import files_end_at
+from vime.errors import UserError
 from vime.observe.recorder import RunRecorder
 from vime.types import Grade, Sample, Status
 
@@ -172,5 +174,65 @@ def test_the_resolved_configuration_is_kept(tmp_path):
 def test_metrics_that_cannot_be_written_end_the_run_loudly(tmp_path):
     recorder = RunRecorder(tmp_path)
     recorder.metrics_path.mkdir()  # a folder where the file belongs
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(UserError, match=r"metrics.jsonl: cannot be written: Is a directory$"):
         recorder.restore(0)
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_half_of_a_row(tmp_path):
+    recorder = RunRecorder(tmp_path)
+    recorder.log({"a": 1}, rollout_id=0, step=0)
+    with (
+        files_end_at(recorder.position() + 20),
+        pytest.raises(UserError, match=rf"^{recorder.metrics_path}: cannot be written: File too large$"),
+    ):
+        recorder.log({"a": 2}, rollout_id=1, step=1)
+    recorder.close()
+    assert [row["a"] for row in rows(recorder)] == [1]
+
+
+def test_samples_for_which_there_is_no_room_are_one_line_and_leave_nothing(tmp_path):
+    with (
+        files_end_at(100),
+        pytest.raises(UserError, match=r"samples/rollout_0000003.jsonl: cannot be written: File too large$"),
+    ):
+        RunRecorder(tmp_path).samples(3, [Sample(response="long" * 100)])
+    assert list((tmp_path / "samples").iterdir()) == []
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/run: cannot be written: Not a directory$"):
+        RunRecorder(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("torn", [b'{"rollout_id": 1, "st', b'{"rollout_id": 1, "step": 1', b"\0\0\0", b"\0\0\n"])
+def test_a_last_row_that_a_lost_machine_tore_is_dropped_with_a_warning(tmp_path, torn):
+    first = RunRecorder(tmp_path)
+    first.log({"a": 1}, rollout_id=0, step=0)
+    with first.metrics_path.open("ab") as file:
+        file.write(torn)
+    lines, memory = [], Memory()
+    second = RunRecorder(tmp_path, trackers=[memory], report=lines.append)
+    second.restore(5000)
+    assert lines == [
+        f"warning: {second.metrics_path}: its last row, 2, was not written to its end and is dropped",
+    ]
+    assert memory.resumed == 1
+    second.log({"a": 2}, rollout_id=1, step=1)
+    assert [row["a"] for row in rows(second)] == [1, 2]
+
+
+def test_a_row_that_lacks_only_its_end_of_line_is_kept_apart_from_the_next(tmp_path):
+    first = RunRecorder(tmp_path)
+    first.log({"a": 1}, rollout_id=0, step=0)
+    first.metrics_path.write_bytes(first.metrics_path.read_bytes().rstrip())
+    second = RunRecorder(tmp_path)
+    second.restore(5000)
+    second.log({"a": 2}, rollout_id=1, step=1)
+    assert [row["a"] for row in rows(second)] == [1, 2]
+
+
+def test_a_record_damaged_before_its_last_row_is_refused_by_the_row(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\nnonsense\nnonsense')
+    with pytest.raises(UserError, match=r"metrics.jsonl: row 2 is damaged; remove what is wrong"):
+        RunRecorder(tmp_path).restore(5000)

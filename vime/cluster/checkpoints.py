@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from vime.checkpoints import CRITIC, CheckpointStore
 from vime.cluster.turns import Turns
+from vime.files import writing
 
 
 class GroupCheckpoints:
@@ -37,9 +39,10 @@ class GroupCheckpoints:
 
     async def save(self, rollout_id: int) -> Path:
         unfinished = self._store.begin(rollout_id)
-        await self._trainer.save(unfinished)
-        of_critic = {} if self._critic is None else await self._critic.save(rollout_id, unfinished)
-        complete = self._store.commit(rollout_id, self._driver_state(rollout_id) | of_critic)
+        with _discarded_on_failure(self._store, rollout_id):
+            await self._trainer.save(unfinished)
+            of_critic = {} if self._critic is None else await self._critic.save(rollout_id, unfinished)
+            complete = self._store.commit(rollout_id, self._driver_state(rollout_id) | of_critic)
         if self._hf_template is not None:
             await self._trainer.save_hf(Path(self._hf_template.replace("{rollout_id}", str(rollout_id))))
         return complete
@@ -66,10 +69,23 @@ class CriticCheckpoints:
         """Returns what the checkpoint says of it."""
         if self._store is None:
             directory = unfinished / CRITIC
-            directory.mkdir()
+            with writing(directory):
+                directory.mkdir()
             await self._critic.save(directory)
             return {}
         name = uuid.uuid4().hex
-        await self._critic.save(self._store.begin(rollout_id))
-        self._store.commit(rollout_id, {"id": name})
+        unfinished = self._store.begin(rollout_id)
+        with _discarded_on_failure(self._store, rollout_id):
+            await self._critic.save(unfinished)
+            self._store.commit(rollout_id, {"id": name})
         return {CRITIC: {"root": str(self._store.root), "id": name}}
+
+
+@contextmanager
+def _discarded_on_failure(store: CheckpointStore, rollout_id: int) -> Iterator[None]:
+    """Half a checkpoint is worth nothing, and its room may be just what the disk lacks."""
+    try:
+        yield
+    except Exception:
+        store.discard(rollout_id)
+        raise

@@ -17,7 +17,7 @@ from vime import async_loop, loop
 from vime.cluster.calls import RemoteError
 from vime.cluster.job import Job
 from vime.cluster.memory import PeakMemory
-from vime.cluster.record import Record, open_record, resume_command
+from vime.cluster.record import Record, open_record, resume_command, with_new_run_dir
 from vime.cluster.session import Slots, check_devices, check_memory, object_store_bytes, ray_session
 from vime.cluster.sft_job import SftJob
 from vime.cluster.supervision import supervised
@@ -68,7 +68,7 @@ async def end_all_tasks() -> None:
 async def run(config: Config) -> None:
     """The whole job."""
     data = load_dialogues(config) if config.algorithm.is_sft else load_prompts(config)
-    config = with_rollouts(config, data.num_rollout(config))
+    config = with_new_run_dir(with_rollouts(config, data.num_rollout(config)))
     async with AsyncExitStack() as stack:
         memory = await stack.enter_async_context(PeakMemory())
         record = stack.enter_context(open_record(config, total=data.num_rollout(config)))

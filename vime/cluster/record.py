@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vime.checkpoints import CheckpointStore, ResumePoint
+from vime.checkpoints import STATE, CheckpointStore, ResumePoint, older_may_do
 from vime.config import Config
-from vime.errors import UserError
+from vime.config.rules.base import is_given
+from vime.errors import DamagedFile, UserError
+from vime.files import writing
+from vime.folder_lock import locked
 from vime.observe.progress import Progress
 from vime.observe.recorder import RunRecorder
 from vime.observe.report import RunReport
 from vime.observe.trackers import trackers_for
+
+OF_A_RUN = {"metrics_position", "source"}
+"""What the state of every run has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +55,15 @@ def open_record(config: Config, *, total: int) -> Iterator[Record]:
 
     Args:
         total: rollouts of the whole run.
+
+    Raises:
+        UserError: a folder cannot be written, or another run writes there; or there is no way to resume.
     """
+    with own_folders(config):
+        yield from _opened(config, total)
+
+
+def _opened(config: Config, total: int) -> Iterator[Record]:
     resumed = _resume_point(config)
     shown = config.to_dict()
     recorder = RunRecorder(config.ops.run_dir, trackers=trackers_for(config.ops, shown))
@@ -73,14 +88,66 @@ def open_record(config: Config, *, total: int) -> Iterator[Record]:
         recorder.close()
 
 
+def with_new_run_dir(config: Config) -> Config:
+    """The configuration with a run folder that was made for this run alone, where the flags do not name one.
+
+    Its name is the second in which the run started; a further run of that second gets a number behind it.
+
+    Raises:
+        UserError: no folder can be made there.
+    """
+    if config.checkpoint.save is not None or is_given(config, "run_dir"):
+        return config
+    wanted = Path(config.ops.run_dir)
+    with writing(wanted):
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        run_dir = _made_new(wanted)
+    own = is_given(config, "tensorboard_dir")
+    tensorboard_dir = config.ops.tensorboard_dir if own else str(run_dir / "tensorboard")
+    return replace(config, ops=replace(config.ops, run_dir=str(run_dir), tensorboard_dir=tensorboard_dir))
+
+
+def _made_new(wanted: Path) -> Path:
+    names = itertools.chain([wanted.name], (f"{wanted.name}-{number}" for number in itertools.count(2)))
+    for folder in map(wanted.with_name, names):
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError("numbers do not end")
+
+
+@contextmanager
+def own_folders(config: Config) -> Iterator[None]:
+    """In the block no other run writes to the folders that this one writes to, and nothing half-done is left in them.
+
+    Raises:
+        UserError: a run, or a process that saves, is there; or a folder cannot be written.
+    """
+    roots = {"--save": config.checkpoint.save, "--critic-save": config.critic.critic_save}
+    with ExitStack() as stack:
+        seen = set()
+        for flag, folder in (roots | {"--run-dir": config.ops.run_dir}).items():
+            if folder is not None and (place := Path(folder).resolve()) not in seen:
+                seen.add(place)
+                stack.enter_context(locked(folder, flag))
+        for root in roots.values():
+            if root is not None:
+                CheckpointStore(root).clear()
+        yield
+
+
 def _resume_point(config: Config) -> ResumePoint | None:
     """The checkpoint in --load, if there is one that a run of ours saved."""
     if config.checkpoint.load is None:
         return None
     root = config.checkpoint.load
     found = CheckpointStore(root).resolve(config.checkpoint.ckpt_step)
-    if found is not None and found.state is not None and "metrics_position" not in found.state:
-        raise UserError(f"--load {root}: that is the root of a critic; give it as --critic-load")
+    if found is not None and found.state is not None and not found.state.keys() >= OF_A_RUN:
+        if found.state.keys() == {"id"}:
+            raise UserError(f"--load {root}: that is the root of a critic; give it as --critic-load")
+        with older_may_do(found.directory):
+            lacks = ", ".join(sorted(OF_A_RUN - found.state.keys()))
+            raise DamagedFile(f"{found.directory / STATE}: lacks {lacks}")
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from vime.config.derive import derive
 from vime.config.reading import Draft, read
 from vime.config.reference import help_text
 from vime.config.role_file import read_roles
-from vime.config.rules import RULES, WARNINGS, Rule
+from vime.config.rules import RULES, WARNINGS, Rule, Violation
 from vime.config.sections import SECTIONS
 from vime.errors import UserError
 
@@ -108,5 +108,15 @@ def _custom(path: str | None, errors: list[str]) -> dict[str, Any]:
 
 
 def _messages(rules: Iterable[Rule], config: Config, draft: Draft) -> list[str]:
-    found = [violation for rule in rules for violation in rule(config)]
-    return [violation.message for violation in found if not draft.broken & set(violation.about)]
+    found = [each.message for each in violations_of(rules, config) if not draft.broken & set(each.about)]
+    return list(dict.fromkeys(found))
+
+
+def violations_of(rules: Iterable[Rule], config: Config) -> Iterator[Violation]:
+    """What the rules say, and what the system says of paths that it will not even look for: names that are too long,
+    places that this user may not see."""
+    for rule in rules:
+        try:
+            yield from rule(config)
+        except OSError as error:
+            yield Violation(f"{error.filename}: {error.strerror}")

@@ -6,11 +6,11 @@ and right edge blocks may be cut off (https://huggingface.co/deepseek-ai/DeepSee
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vime.errors import UserError
+from vime.files import read_json_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,11 +27,11 @@ def block_of(hf_dir: Path) -> tuple[int, int] | None:
         UserError: the weights are quantised in another way.
     """
     path = hf_dir / "config.json"
-    quantization: dict[str, Any] | None = None
-    if path.is_file():
-        quantization = json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
+    quantization: Any = read_json_object(path).get("quantization_config") if path.is_file() else None
     if not quantization:
         return None
+    if not isinstance(quantization, dict):
+        raise UserError(f"{path}: 'quantization_config' must be an object, not {quantization!r:.60}")
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     if method != "fp8" or not (isinstance(block, list) and len(block) == 2):
         raise UserError(

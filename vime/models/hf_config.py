@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from vime.errors import UserError
+from vime.files import read_json_object
 from vime.models.shape import RopeScaling, YarnScaling
 
 _MISSING = object()
+_MOST = {
+    "num_hidden_layers": 2_000, "num_nextn_predict_layers": 2_000, "first_k_dense_replace": 2_000,
+    "num_experts": 8_192, "n_routed_experts": 8_192, "num_local_experts": 8_192,
+}  # fmt: skip
+"""Of what is counted one by one; far more than any model has, and few enough to end."""
+_MOST_OF_ANYTHING = 2**31 - 1
 
 
 class HfConfig:
@@ -34,18 +41,12 @@ class HfConfig:
             )
         if not path.is_file():
             raise UserError(f"{hf_dir}: there is no config.json in it, so it is not a HuggingFace model folder")
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{path}: not valid JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise UserError(f"{path}: must hold a JSON object, not {type(values).__name__}")
-        return cls(path, values)
+        return cls(path, read_json_object(path))
 
     @property
     def architecture(self) -> str:
         names = self.values.get("architectures") or []
-        if len(names) != 1:
+        if not isinstance(names, list) or len(names) != 1:
             raise UserError(f"{self.path}: 'architectures' must name exactly one architecture, not {names!r}")
         return str(names[0])
 
@@ -53,14 +54,21 @@ class HfConfig:
         """A positive integer. A key that is absent or null takes the default, and without one is an error."""
         value = self._get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{self.path}: {key!r} must be a positive integer, not {value!r}")
+            raise UserError(f"{self.path}: {key!r} must be a positive integer, not {_short(value)}")
+        most = _MOST.get(key, _MOST_OF_ANYTHING)
+        if value > most:
+            raise UserError(f"{self.path}: {key!r} is {_short(value)}; no model has more than {most}")
         return value
+
+    def count(self, key: str) -> int:
+        """A number of things, of which there are none where the key is absent or null."""
+        return self.integer(key) if self.values.get(key) else 0
 
     def number(self, key: str, default: Any = _MISSING) -> float:
         """A positive number; absent keys as in ``integer``."""
         value = self._get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise UserError(f"{self.path}: {key!r} must be a positive number, not {value!r}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+            raise UserError(f"{self.path}: {key!r} must be a positive number, not {_short(value)}")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -96,7 +104,10 @@ class HfConfig:
         return self._rope().number("partial_rotary_factor", self.values.get("partial_rotary_factor") or default)
 
     def _rope(self) -> HfConfig:
-        return HfConfig(self.path, self._get("rope_parameters", None) or self._get("rope_scaling", None) or {})
+        values = self._get("rope_parameters", None) or self._get("rope_scaling", None) or {}
+        if not isinstance(values, dict):
+            raise UserError(f"{self.path}: 'rope_parameters' or 'rope_scaling' must be an object, not {_short(values)}")
+        return HfConfig(self.path, values)
 
     def _llama3(self) -> RopeScaling:
         return RopeScaling(
@@ -131,3 +142,9 @@ class HfConfig:
         if default is _MISSING:
             raise UserError(f"{self.path}: {key!r} is missing")
         return default
+
+
+def _short(value: Any) -> str:
+    """A wrong value, of which a message shows so much."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"

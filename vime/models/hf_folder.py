@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
 import logging
 import math
-import os
+import re
 import shutil
-import socket
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from vime.errors import UserError
+from vime.files import read_json_object, writing
 from vime.models.family import export_map, hf_tensors, is_carried, weight_map
 from vime.models.fp8 import SCALE_SUFFIX, block_of, dequantised
 from vime.models.rules import HfTensor, WeightRule
 from vime.models.safetensors_file import SafetensorsFile, write_safetensors
 from vime.models.shape import ModelShape
+from vime.unfinished import Owner, owner_of, unfinished
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +33,13 @@ SINGLE_NAME = "model.safetensors"
 MAX_SHARD_BYTES = 5_000_000_000  # as transformers writes them
 NAMED_IN_MESSAGES = 5
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # all of a model folder but its weights
+MODEL_FILES = {
+    "config.json", "generation_config.json", "chat_template.jinja", "chat_template.json", "tokenizer.json",
+    "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "tekken.json", "tiktoken.model", INDEX_NAME,
+}  # fmt: skip
+"""What a model folder may have besides weights, wherever it came from."""
+_WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 class HfWeights:
@@ -165,7 +170,7 @@ def write_hf_folder(
 ) -> None:
     """Writes a complete model folder: weights, config.json with ``dtype``, and the other files of ``origin``.
 
-    The folder appears at once, when everything is in it. One from before is replaced if it is a model folder too. No
+    The folder appears at once, when everything is in it. One from before is replaced if it has nothing but a model. No
     more than one tensor is held at a time.
 
     Args:
@@ -208,16 +213,20 @@ def new_model_folder(directory: Path, origin: Path) -> Iterator[Path]:
     A process that is killed leaves the hidden folder, which the next one to write ``directory`` removes.
 
     Raises:
-        UserError: ``directory`` holds something that is not a model, or is ``origin`` itself.
+        UserError: ``directory`` holds something that is not a model, is ``origin`` itself, or cannot be written.
     """
     check_replaceable(directory, origin)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned_work(directory)
-    work = directory.with_name(f".{directory.name}.{socket.gethostname()}.{os.getpid()}.tmp")
-    work.mkdir()
+    directory = directory.resolve()  # not a link would be replaced, but what it stands for
+    work = unfinished(directory)
+    with writing(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned_work(directory)
+        work.mkdir()
     try:
         yield work
-        _put_in_place(work, directory)
+        check_replaceable(directory, origin)  # writing a model takes long
+        with writing(directory):
+            _put_in_place(work, directory)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -249,8 +258,13 @@ def write_shard(work: Path, shard: Shard, tensors: Iterable[tuple[str, Tensor]],
 
 def write_all_but_weights(work: Path, *, origin: Path, plan: Sequence[HfTensor], dtype: str) -> None:
     """Writes the index, config.json, and what else a model folder needs from ``origin``."""
-    _copy_small_files(origin, work)
-    _write_config(origin, work, plan, dtype)
+    with writing(work):
+        _copy_small_files(origin, work)
+        _write_config(origin, work, plan, dtype)
+        _write_index(work, plan, dtype)
+
+
+def _write_index(work: Path, plan: Sequence[HfTensor], dtype: str) -> None:
     shards = shards_of(plan, dtype)
     if len(shards) > 1:
         weight_map = {tensor.name: shard.file for shard in shards for tensor in shard.tensors}
@@ -267,13 +281,32 @@ def bytes_of(tensor: HfTensor, dtype: str) -> int:
 
 
 def check_replaceable(directory: Path, origin: Path) -> None:
-    """Raises a UserError unless a model may be written to ``directory``."""
+    """Raises a UserError unless a model may be written to ``directory``: nothing is there but a model, if anything."""
     if directory.resolve() == origin.resolve():
         raise UserError(f"{directory}: is the original model's folder; write to another one")
     if directory.is_file():
         raise UserError(f"{directory}: is a file; a folder can be written there only if nothing has its name")
-    if directory.is_dir() and any(directory.iterdir()) and not (directory / "config.json").is_file():
+    if not directory.is_dir() or not any(directory.iterdir()):
+        return
+    if not (directory / "config.json").is_file():
         raise UserError(f"{directory}: is not empty and not a model folder; it is left alone, name another one")
+    foreign = _foreign_file(directory, origin)
+    if foreign is not None:
+        raise UserError(
+            f"{directory}: would be replaced, but {foreign.relative_to(directory)} in it is no file of a model; it is "
+            "left alone: move that file, or name another folder"
+        )
+
+
+def _foreign_file(directory: Path, origin: Path) -> Path | None:
+    """The first file, or empty folder, below ``directory`` that no model which came from ``origin`` has."""
+    for path in sorted(directory.iterdir()):
+        if path.is_dir():
+            return min((inner for inner in path.rglob("*") if not inner.is_dir()), default=path)
+        copied = path.suffix in COPIED_SUFFIXES and (origin / path.name).is_file()
+        if not (copied or path.name in MODEL_FILES or _WEIGHT_FILE.fullmatch(path.name)):
+            return path
+    return None
 
 
 def _weight_files(hf_dir: Path) -> list[Path]:
@@ -283,11 +316,24 @@ def _weight_files(hf_dir: Path) -> list[Path]:
         if not single.is_file():
             raise UserError(f"{hf_dir}: neither {SINGLE_NAME} nor {INDEX_NAME} is there; only safetensors can be read")
         return [single]
-    files = sorted({hf_dir / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    files = [hf_dir / name for name in _indexed_files(index)]
     absent = [path.name for path in files if not path.is_file()]
     if absent:
         raise UserError(f"{hf_dir}: {INDEX_NAME} names files which are not there: {_some(absent)}")
     return files
+
+
+def _indexed_files(index: Path) -> list[str]:
+    """The names of the files in which an index says that tensors are."""
+    places = read_json_object(index).get("weight_map")
+    names = (
+        set(places.values())
+        if isinstance(places, dict) and all(isinstance(name, str) for name in places.values())
+        else set()
+    )
+    if not names:
+        raise UserError(f"{index}: 'weight_map' must say of every tensor which file has it; was it downloaded whole?")
+    return sorted(names)
 
 
 def _copy_small_files(origin: Path, work: Path) -> None:
@@ -297,7 +343,7 @@ def _copy_small_files(origin: Path, work: Path) -> None:
 
 
 def _write_config(origin: Path, work: Path, plan: Sequence[HfTensor], dtype: str) -> None:
-    config = json.loads((origin / "config.json").read_text(encoding="utf-8"))
+    config = read_json_object(origin / "config.json")
     config.pop("quantization_config", None)  # what is written are whole weights
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     config["vocab_size"] = next(tensor.shape[0] for tensor in plan if "embed_tokens" in tensor.name)
@@ -306,7 +352,7 @@ def _write_config(origin: Path, work: Path, plan: Sequence[HfTensor], dtype: str
 
 def _put_in_place(work: Path, directory: Path) -> None:
     """At no moment does ``directory`` hold a part of a model: the old one is moved away before it is deleted."""
-    old = directory.with_name(f".{directory.name}.{socket.gethostname()}.{os.getpid()}.old.tmp")
+    old = unfinished(directory, "old.tmp")
     if directory.exists():
         directory.rename(old)
     work.rename(directory)
@@ -315,11 +361,12 @@ def _put_in_place(work: Path, directory: Path) -> None:
 
 def _remove_abandoned_work(directory: Path) -> None:
     """Removes what processes left that were killed while they wrote ``directory`` from this machine."""
-    prefix = f".{directory.name}.{socket.gethostname()}."
-    for path in directory.parent.glob(f"{glob.escape(prefix)}*.tmp"):
-        pid = path.name.removeprefix(prefix).split(".")[0]
-        if pid.isdecimal() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
+    for path in directory.parent.iterdir():
+        owner = owner_of(path, directory.name)
+        if owner in (Owner.SELF, Owner.DEAD):
             shutil.rmtree(path, ignore_errors=True)
+        elif owner is Owner.UNCLEAR:
+            logger.warning("%s was left by %s; remove it if nobody writes there", path, owner.value)
 
 
 def _some(names: Sequence[str]) -> str:

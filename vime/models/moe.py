@@ -34,7 +34,7 @@ def read_sigmoid_moe(config: HfConfig, num_layers: int) -> MoeShape:
         num_experts=config.integer("n_routed_experts", config.values.get("num_local_experts")),
         top_k=top_k,
         ffn_hidden_size=width,
-        dense_layers=frozenset(range(min(int(config.values.get("first_k_dense_replace") or 0), num_layers))),
+        dense_layers=frozenset(range(min(config.count("first_k_dense_replace"), num_layers))),
         shared_ffn_hidden_size=config.integer("n_shared_experts") * width,
         score_function="sigmoid",
         scaling_factor=config.number("routed_scaling_factor", 1.0),

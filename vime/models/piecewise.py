@@ -10,7 +10,8 @@ PIECE_BYTES = 1 << 24  # measured with ext4: writes of 128 MB and more take thre
 
 
 class PiecewiseFile:
-    """What ``torch.save`` needs of a file to write to."""
+    """What ``torch.save`` needs of a file to write to. The file had better have no buffer of its own: what a full disk
+    does not take would be tried once more when the file is closed."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -18,9 +19,10 @@ class PiecewiseFile:
     def write(self, data: Any) -> int:
         """Writes anything that has a buffer."""
         buffer = memoryview(data).cast("B")
-        for start in range(0, len(buffer), PIECE_BYTES):
-            self._file.write(buffer[start : start + PIECE_BYTES])
-        return len(buffer)
+        size = len(buffer)
+        while buffer:
+            buffer = buffer[self._file.write(buffer[:PIECE_BYTES]) :]
+        return size
 
     def flush(self) -> None:
         self._file.flush()

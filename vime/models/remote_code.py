@@ -14,7 +14,7 @@ def tokenizer_code(folder: Path) -> str | None:
     path = folder / "tokenizer_config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     classes = (config.get("auto_map") or {}).get("AutoTokenizer") if isinstance(config, dict) else None
     names = [name for name in (classes if isinstance(classes, list) else [classes]) if name]

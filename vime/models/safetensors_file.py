@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vime.errors import UserError
+from vime.files import writing
 from vime.models.piecewise import PiecewiseFile
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class SafetensorsFile:
         self._descriptor = os.open(path, os.O_RDONLY)
         try:
             self.tensors: Mapping[str, TensorInfo] = self._read_header()
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(f"{path}: is not a whole safetensors file") from None
 
     def __enter__(self) -> SafetensorsFile:
@@ -121,16 +122,24 @@ def write_safetensors(
 
     Args:
         plan: name, torch's name of the dtype and shape of each tensor, in the order in which they come.
+
+    Raises:
+        UserError: the file cannot be written, e.g. because the disk is full.
     """
     places, header = _layout(plan)
-    with open(path, "wb") as file:
-        file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
+    with writing(path):
+        file = open(path, "wb", buffering=0)  # noqa: SIM115 (closed below)
+    with file:
+        with writing(path):
+            PiecewiseFile(file).write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
         for (name, dtype, shape), (given, tensor) in zip(plan, tensors, strict=True):
             assert (given, str(tensor.dtype), tuple(tensor.shape)) == (name, f"torch.{dtype}", tuple(shape)), (
                 given, tensor.dtype, tensor.shape, name, dtype, shape,
             )  # fmt: skip
             file.seek(LENGTH_BYTES + len(header) + places[name])
-            PiecewiseFile(file).write(_bytes_of(tensor))
+            data = _bytes_of(tensor)
+            with writing(path):
+                PiecewiseFile(file).write(data)
 
 
 def _layout(plan: Sequence[tuple[str, str, Sequence[int]]]) -> tuple[dict[str, int], bytes]:

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from vime.errors import UserError
+from vime.files import writing
 from vime.models.piecewise import PiecewiseFile
 
 if TYPE_CHECKING:
@@ -139,7 +140,9 @@ class TorchDistWriter:
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self._name = f"__{rank}_0.distcp"
-        self._file = open(folder / self._name, "wb")  # noqa: SIM115 (__exit__ closes it)
+        self._path = folder / self._name
+        with writing(self._path):
+            self._file = open(self._path, "wb", buffering=0)  # noqa: SIM115 (__exit__ closes it)
         self._pieces: Any = PiecewiseFile(self._file)
         self.regions: list[Region] = []
 
@@ -152,10 +155,12 @@ class TorchDistWriter:
         self._file.close()
 
     def add(self, place: Place, tensor: Tensor) -> None:
-        """Appends a whole parameter, which is then no longer needed."""
+        """Appends a whole parameter, which is then no longer needed. Raises a UserError where the disk is full."""
         start = self._file.tell()
         sizes = (*(1 for _ in place.index), *tensor.shape)
-        torch.save(tensor.detach().cpu().contiguous().reshape(sizes), self._pieces)
+        whole = tensor.detach().cpu().contiguous().reshape(sizes)
+        with writing(self._path):
+            torch.save(whole, self._pieces)
         self.regions.append(
             Region(
                 key=place.key,
@@ -182,10 +187,12 @@ def finish(folder: Path, regions: Sequence[Region], common: Mapping[str, Any]) -
         storage[index] = _StorageInfo(region.file, region.start, region.length)
         tensor.chunks.append(ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes)))
     _check_filled(tensors)
-    torch.save(dict(common), folder / "common.pt")
-    with open(folder / METADATA, "wb") as file:
-        pickle.dump(Metadata(dict(tensors), planner_data={}, storage_data=storage), file)
-    (folder / "metadata.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    with writing(folder):
+        with open(folder / "common.pt", "wb") as file:
+            torch.save(dict(common), file)
+        with open(folder / METADATA, "wb") as file:
+            pickle.dump(Metadata(dict(tensors), planner_data={}, storage_data=storage), file)
+        (folder / "metadata.json").write_text(json.dumps(CONFIG), encoding="utf-8")
 
 
 def _check_filled(tensors: Mapping[str, TensorStorageMetadata]) -> None:

@@ -17,9 +17,12 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from vime.errors import UserError
+from vime.files import writing
 from vime.observe.metrics import split_finite
 from vime.observe.trackers import Tracker
 from vime.types import Sample
@@ -34,17 +37,21 @@ class RunRecorder:
         run_dir: made if missing.
         trackers: where curves go besides; closed with the recorder.
         report: takes one line for a person when a tracker fails. The run goes on.
+
+    Raises:
+        UserError: here and in what writes: the disk is full, or takes nothing for another reason.
     """
 
     def __init__(
         self, run_dir: Path | str, *, trackers: Sequence[Tracker] = (), report: Callable[[str], None] = print
     ) -> None:
         self.run_dir = Path(run_dir)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        with writing(self.run_dir):
+            self.run_dir.mkdir(parents=True, exist_ok=True)
         self._trackers = tuple(trackers)
         self._report = report
         self._failures: Counter[str] = Counter()
-        self._metrics: IO[bytes] | None = None
+        self._metrics: FileIO | None = None
 
     @property
     def metrics_path(self) -> Path:
@@ -58,29 +65,23 @@ class RunRecorder:
         """Writes one row and passes it to the trackers.
 
         Metrics that are not finite are left out and named under "nonfinite" in the row.
-
-        Raises:
-            OSError: the row cannot be written.
         """
         finite, nonfinite = split_finite(metrics)
         row: dict[str, Any] = {"rollout_id": rollout_id, "step": step, **finite}
         if nonfinite:
             row["nonfinite"] = nonfinite
-        if self._metrics is None:
-            self._metrics = self._start_afresh()
-        self._metrics.write(json.dumps(row).encode() + b"\n")
-        self._metrics.flush()
+        with writing(self.metrics_path):
+            if self._metrics is None:
+                self._metrics = self._start_afresh()
+            _append(self._metrics, json.dumps(row).encode() + b"\n")
         for tracker in self._trackers:
             self._guarded(tracker, partial(tracker.log, finite, rollout_id=rollout_id, step=step))
 
     def samples(self, rollout_id: int, samples: Sequence[Sample], *, name: str = "rollout") -> None:
-        """Writes the samples of one rollout or evaluation, whole or not at all.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Writes the samples of one rollout or evaluation, whole or not at all."""
         path = self.run_dir / "samples" / f"{_file_name(name)}_{rollout_id:07d}.jsonl"
-        path.parent.mkdir(exist_ok=True)
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
         _write_whole(path, (json.dumps(_sample_row(sample), ensure_ascii=False) + "\n" for sample in samples))
 
     def position(self) -> int:
@@ -90,14 +91,18 @@ class RunRecorder:
     def restore(self, position: int) -> None:
         """Continues the file of an earlier run from a checkpoint's ``position``; what came after it is cut off.
 
-        Where the file is missing or shorter (another run folder), what there is stays. To be called before ``log``.
+        Where the file is missing or shorter (another run folder), what there is stays, but for a last row of which a
+        machine that went down has written a part. To be called before ``log``.
+
+        Raises:
+            UserError: the row before that is none either.
         """
         assert self._metrics is None, "restore comes before the first row"
-        self.metrics_path.touch()
-        self._metrics = self.metrics_path.open("r+b")
-        self._metrics.truncate(min(position, self._metrics.seek(0, os.SEEK_END)))
-        step = _last_step(self.metrics_path) + 1
-        self._metrics.seek(0, os.SEEK_END)
+        with writing(self.metrics_path):
+            self.metrics_path.touch()
+            self._metrics = self.metrics_path.open("r+b", buffering=0)
+            self._metrics.truncate(min(position, self._metrics.seek(0, os.SEEK_END)))
+            step = self._end_last_row(self._metrics) + 1
         for tracker in self._trackers:
             self._guarded(tracker, partial(tracker.resume, step))
 
@@ -119,11 +124,27 @@ class RunRecorder:
             if self._failures[tracker.name] == 1:
                 self._report(f"{tracker.name} failed: {type(error).__name__}: {error}; the run goes on without it")
 
-    def _start_afresh(self) -> IO[bytes]:
+    def _end_last_row(self, metrics: FileIO) -> int:
+        """Makes the file end with a whole row, and returns the step of it; -1 of an empty file."""
+        metrics.seek(0)
+        rows = metrics.readall().splitlines(keepends=True)
+        if rows and _step_of(rows[-1]) is None:
+            torn = f"{self.metrics_path}: its last row, {len(rows)}"
+            metrics.truncate(metrics.tell() - len(rows.pop()))
+            self._report(f"warning: {torn}, was not written to its end and is dropped")
+        elif rows and not rows[-1].endswith(b"\n"):
+            _append(metrics, b"\n")
+        step = _step_of(rows[-1]) if rows else -1
+        if step is None:
+            raise UserError(f"{self.metrics_path}: row {len(rows)} is damaged; remove what is wrong, or the whole file")
+        metrics.seek(0, os.SEEK_END)
+        return step
+
+    def _start_afresh(self) -> FileIO:
         """A new file; rows of another run in the same folder move to metrics.1.jsonl and so on."""
         if self.metrics_path.exists() and self.metrics_path.stat().st_size:
             self.metrics_path.rename(_free_name(self.metrics_path))
-        return self.metrics_path.open("wb")
+        return self.metrics_path.open("wb", buffering=0)
 
 
 def _free_name(path: Path) -> Path:
@@ -133,19 +154,38 @@ def _free_name(path: Path) -> Path:
     return free
 
 
-def _last_step(path: Path) -> int:
-    """The step of the last row, -1 of an empty file."""
-    rows = path.read_bytes().splitlines()
-    return int(json.loads(rows[-1])["step"]) if rows else -1
+def _step_of(row: bytes) -> int | None:
+    """None: it is no row of metrics, or not a whole one."""
+    try:
+        return int(json.loads(row)["step"])
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+
+
+def _append(file: FileIO, row: bytes) -> None:
+    """Writes a row at the end, or nothing of it."""
+    start = file.seek(0, os.SEEK_END)
+    try:
+        rest = memoryview(row)
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        file.truncate(start)
+        raise
 
 
 def _write_whole(path: Path, lines: Iterable[str]) -> None:
     """Replaces the file at once, so that a reader never sees half of it."""
     unfinished = path.with_name(path.name + ".tmp")
-    # half a surrogate pair has no bytes in UTF-8; its backslash form is what JSON calls it
-    with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(lines)
-    unfinished.replace(path)
+    with writing(path):
+        try:
+            # half a surrogate pair has no bytes in UTF-8; its backslash form is what JSON calls it
+            with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
+                file.writelines(lines)
+            unfinished.replace(path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
 
 
 def _file_name(name: str) -> str:

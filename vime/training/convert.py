@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from vime.checkpoints import TRACKER, CheckpointStore
 from vime.config import Config
-from vime.config.parse import resolve
+from vime.config.parse import resolve, violations_of
 from vime.config.reading import read
 from vime.config.rules import files, layout, model
 from vime.errors import UserError, check_same_model
@@ -138,7 +138,7 @@ def _config(argv: Sequence[str]) -> Config:
     """The flags that describe a model; those of a run are neither needed nor looked at."""
     words = [*argv, *_precision(argv)]
     config = resolve(words).config
-    problems = [*read(words).errors, *(violation.message for rule in RULES for violation in rule(config))]
+    problems = [*read(words).errors, *(violation.message for violation in violations_of(RULES, config))]
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     if not config.checkpoint.hf_checkpoint:

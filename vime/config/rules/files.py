@@ -9,6 +9,7 @@ from pathlib import Path
 from vime.config.config import Config
 from vime.config.rules.base import Violation, known, option
 from vime.errors import UserError
+from vime.folder_lock import LOCK
 from vime.models.remote_code import tokenizer_problem
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -91,7 +92,7 @@ def folder_is_free(flag: str, save: str, load_flag: str, load: str | None) -> It
     folder = Path(save)
     if folder.is_file():
         yield Violation(f"{flag} {save}: this is a file, not a folder")
-    elif folder.is_dir() and any(folder.iterdir()):
+    elif folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
         yield Violation(
             f"{flag} {save}: the folder is not empty; resume from it by {load_flag} {save}, or give another one"
         )

@@ -23,7 +23,7 @@ def read(config: HfConfig) -> ModelShape:
         qk_layernorm=True,  # so Megatron calls the norms of the latents
         mla=mla,
         moe=read_sigmoid_moe(config, shape.num_layers),
-        num_mtp_layers=int(config.values.get("num_nextn_predict_layers") or 0),
+        num_mtp_layers=config.count("num_nextn_predict_layers"),
     )
 
 

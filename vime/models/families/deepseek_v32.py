@@ -23,7 +23,7 @@ def read(config: HfConfig) -> ModelShape:
 
 
 def _dense_first(config: HfConfig) -> list[str]:
-    layers, dense = config.integer("num_hidden_layers"), int(config.values.get("first_k_dense_replace") or 0)
+    layers, dense = config.integer("num_hidden_layers"), config.count("first_k_dense_replace")
     return ["dense"] * min(dense, layers) + ["sparse"] * (layers - dense)
 
 

@@ -1,0 +1,69 @@
+"""Files that vime reads and writes: what the disk refuses, or holds in a damaged form, is one line for the user."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vime.errors import DamagedFile, UserError
+
+__all__ = ["cannot_write", "read_json_object", "reason", "refusal_behind", "writing"]
+
+
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """For blocks that do nothing but write files of ours.
+
+    Raises:
+        UserError: the disk is full, the path leads nowhere, …; it names ``path``, or the file below it that failed.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        refused = refusal_behind(error)
+        if refused is None:
+            raise
+        raise cannot_write(path, refused) from error
+
+
+def refusal_behind(error: BaseException) -> OSError | None:
+    """What the system said, where another error came of it: torch tells of a wrong position in the file."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
+
+
+def cannot_write(path: Path | str, error: OSError) -> UserError:
+    """What to tell of a file, or a folder, that could not be written."""
+    named = error.filename2 or error.filename
+    where = os.fsdecode(named) if isinstance(named, str | bytes) else str(path)
+    return UserError(f"{where}: cannot be written: {reason(error)}")
+
+
+def reason(error: OSError) -> str:
+    """What the system said. Of a folder that cannot be made because a file has its name it says that this exists."""
+    return "Not a directory" if isinstance(error, FileExistsError) else error.strerror or str(error)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+        DamagedFile: the file cannot be read, or is something else: cut off, nested beyond measure, not in UTF-8.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DamagedFile(f"{path}: cannot be read: {reason(error)}") from error
+    except RecursionError:
+        raise DamagedFile(f"{path}: not valid JSON: nested too deeply") from None
+    except ValueError as error:
+        raise DamagedFile(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise DamagedFile(f"{path}: must hold a JSON object, not {type(value).__name__}")
+    return value
