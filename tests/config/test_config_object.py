@@ -79,15 +79,30 @@ def test_programs_print_one_line_for_each_mistake_and_exit_with_1(flags, capsys)
         parse_or_exit(flags("--lr", "x", "--seed", "y", "--rollout-top-p", "0.9"))
     assert caught.value.code == 1
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("warning: --rollout-top-p 0.9: ")
-    assert lines[1:] == ["error: --lr expects a number, not 'x'", "error: --seed expects a whole number, not 'y'"]
+    assert lines == ["error: --lr expects a number, not 'x'", "error: --seed expects a whole number, not 'y'"]
+
+
+def test_programs_print_doubts_where_there_are_no_mistakes(flags, capsys):
+    parse_or_exit(flags("--rollout-top-p", "0.9"))
+    assert capsys.readouterr().err.startswith("warning: --rollout-top-p 0.9: ")
+
+
+def test_who_gives_no_flags_is_told_what_is_required_and_where_all_are_listed(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/somewhere/train.py"])
+    with pytest.raises(SystemExit):
+        parse_or_exit([])
+    *errors, last = capsys.readouterr().err.splitlines()
+    assert errors and all(line.startswith("error: ") for line in errors)
+    assert last == "python train.py --help lists every flag"
 
 
 def test_programs_print_help_for_every_flag_and_exit_with_0(capsys):
     with pytest.raises(SystemExit) as caught:
         parse_or_exit(["--help"])
     assert caught.value.code == 0
-    said = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")}
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("usage: python ")
+    said = {line.split()[0] for line in lines if line.startswith("  --")}
     assert {flag.option for flag in OWN_FLAGS.values()} <= said
 
 

@@ -26,11 +26,28 @@ def test_columns_are_aligned(flags, capsys):
     assert len({line.index("default") for line in section}) == 1
 
 
-def test_mistakes_give_1_and_one_line_each_after_the_table(flags, capsys):
-    assert main(["explain", *flags("--lr", "x", "--global-batch-size", "24", "--rollout-top-p", "0.9")]) == 1
+WRONG = ("--lr", "x", "--global-batch-size", "24", "--rollout-top-p", "0.9")
+"""Two mistakes and a doubt."""
+
+
+def test_mistakes_give_1_and_are_all_that_is_shown(flags, capsys):
+    assert main(["explain", *flags(*WRONG)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines[-3:]] == ["warning", "error", "error"]
-    assert lines[-2] == "error: --lr expects a number, not 'x'"
+    assert [line.split(":")[0] for line in lines[:2]] == ["error", "error"]
+    assert lines[0] == "error: --lr expects a number, not 'x'"
+    assert lines[2:] == ["(vime explain FLAGS --table shows every value all the same)"]
+
+
+def test_the_table_is_shown_before_mistakes_where_it_is_wanted(flags, capsys):
+    assert main(["explain", *flags(*WRONG), "--table"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "[optimizer]" in lines
+    assert [line.split(":")[0] for line in lines[-2:]] == ["error", "error"]
+
+
+def test_doubts_come_after_the_table(flags, capsys):
+    assert main(["explain", *flags("--rollout-top-p", "0.9")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("warning: --rollout-top-p 0.9: ")
 
 
 def test_json_is_for_programs(flags, capsys):
@@ -42,7 +59,7 @@ def test_json_is_for_programs(flags, capsys):
 
 def test_custom_functions_are_checked_too(flags, capsys):
     assert main(["explain", *flags("--custom-rm-path", "nowhere.reward:f")]) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == (
+    assert capsys.readouterr().out.splitlines()[0] == (
         "error: --custom-rm-path nowhere.reward:f: cannot import nowhere.reward "
         "(ModuleNotFoundError: No module named 'nowhere')"
     )

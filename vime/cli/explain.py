@@ -1,4 +1,7 @@
-"""``vime explain FLAGS [--json]``: every value and its origin, then what is wrong. Exits with 1 if anything is."""
+"""``vime explain FLAGS``: every value and its origin and what is doubtful, or all that is wrong, and then exits with 1.
+
+``--table`` shows the values beside mistakes too; ``--json`` tells everything, for programs.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,23 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vime.config import Config, help_text, resolve
-from vime.config.parse import Resolution, with_hooks_checked
+from vime.config.parse import Resolution, told, with_hooks_checked
+
+OWN = ("--json", "--table")
+"""Flags of the command itself."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Takes the flags of ``train.py``, and ``--json`` for a table that programs can read."""
+    """Takes the flags of ``train.py``, ``--table`` and ``--json``."""
     if "-h" in argv or "--help" in argv:
-        print(f"usage: vime explain FLAGS [--json]\n\nThe flags are those of train.py:\n\n{help_text()}")
+        print(f"usage: vime explain FLAGS [--table | --json]\n\n{__doc__}\nThe flags are those of train.py:\n")
+        print(help_text())
         return 0
-    resolution = with_hooks_checked(resolve([word for word in argv if word != "--json"]))
+    resolution = with_hooks_checked(resolve([word for word in argv if word not in OWN]))
     if "--json" in argv:
         print(json.dumps(as_dict(resolution), indent=2, default=str))
     else:
-        show(resolution)
+        show(resolution, table="--table" in argv or not resolution.violations)
     return 1 if resolution.violations else 0
 
 
@@ -33,16 +40,16 @@ def as_dict(resolution: Resolution) -> dict[str, Any]:
     }
 
 
-def show(resolution: Resolution) -> None:
-    """Prints the table and then one line for each warning and violation."""
-    if sys.stdout.isatty():
+def show(resolution: Resolution, *, table: bool) -> None:
+    """Prints the table, if it is wanted, and then one line for each mistake or, without any, for each doubt."""
+    if table and sys.stdout.isatty():
         show_rich(resolution.config)
-    else:
+    elif table:
         print("\n".join(plain_lines(resolution.config)))
-    for warning in resolution.warnings:
-        print(f"warning: {warning}")
-    for violation in resolution.violations:
-        print(f"error: {violation}")
+    for line in told(resolution):
+        print(line)
+    if not table:
+        print("(vime explain FLAGS --table shows every value all the same)")
 
 
 def plain_lines(config: Config) -> Iterator[str]:

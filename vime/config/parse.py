@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from vime.config.config import OWN_FLAGS, Config, FrozenMap
@@ -16,6 +17,13 @@ from vime.config.role_file import read_roles
 from vime.config.rules import RULES, WARNINGS, Rule, Violation
 from vime.config.sections import SECTIONS
 from vime.errors import UserError
+
+USAGE = """\
+usage: python {program} FLAGS
+
+Trains a language model: vLLM answers the prompts of --prompt-data, the answers get rewards, and Megatron-core trains on
+them. `vime explain FLAGS` tells every value and every mistake and starts nothing.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,21 +63,34 @@ def parse_config(argv: Sequence[str]) -> Config:
 
 
 def parse_or_exit(argv: Sequence[str]) -> Config:
-    """For programs: prints warnings and mistakes to stderr, one a line, and exits with 1 if there are mistakes.
+    """For programs: prints mistakes to stderr, one a line, and exits with 1; where there are none, what is doubtful.
 
     Custom functions are imported and checked too, before anything starts.
     """
+    program = Path(sys.argv[0]).name
     if "-h" in argv or "--help" in argv:
-        print(help_text())
+        print(USAGE.format(program=program), help_text(), sep="\n")
         raise SystemExit(0)
     resolution = with_hooks_checked(resolve(argv))
-    for warning in resolution.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    for violation in resolution.violations:
-        print(f"error: {violation}", file=sys.stderr)
+    for line in told(resolution):
+        print(line, file=sys.stderr)
     if resolution.violations:
+        if lacks_required(resolution.config):
+            print(f"python {program} --help lists every flag", file=sys.stderr)
         raise SystemExit(1)
     return resolution.config
+
+
+def told(resolution: Resolution) -> list[str]:
+    """The mistakes; where there are none, the doubts, which say nothing of a configuration that will change."""
+    if resolution.violations:
+        return [f"error: {violation}" for violation in resolution.violations]
+    return [f"warning: {warning}" for warning in resolution.warnings]
+
+
+def lacks_required(config: Config) -> bool:
+    """Whether flags are missing that every run needs."""
+    return any(flag.required and config.flat()[name] is None for name, flag in OWN_FLAGS.items())
 
 
 def with_hooks_checked(resolution: Resolution) -> Resolution:
