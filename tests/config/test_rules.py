@@ -532,8 +532,9 @@ def test_a_file_of_evaluations_without_an_interval_is_doubtful(flags, prompt_fil
     )
 
 
-def test_evaluation_may_sample_as_it_likes(flags):
-    assert resolve(flags("--eval-top-p", "0.5", "--eval-top-k", "20")).warnings == ()
+def test_evaluation_may_sample_as_it_likes(flags, prompt_file):
+    words = f"--eval-interval 1 --eval-prompt-data a {prompt_file} --eval-top-p 0.5 --eval-top-k 20"
+    assert resolve(flags(*words.split())).warnings == ()
 
 
 def test_a_run_without_save_keeps_nothing(flags):

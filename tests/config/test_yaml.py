@@ -77,8 +77,8 @@ def test_null_is_none_where_a_flag_may_be_unset(flags, write):
         ("lrr: 1", "{path}:1: unknown key 'lrr'; did you mean lr?"),
         ("\nn_sample_per_prompt: 1", "{path}:2: unknown key 'n_sample_per_prompt'; did you mean n-samples-per-prompt?"),
         (
-            "model-name: x",
-            "{path}:1: --model-name is a flag of vime, but this version does not implement it yet",
+            "dump-details: x",
+            "{path}:1: --dump-details is a flag of vime, but this version does not implement it yet",
         ),
         ("vllm-model: x", "{path}:1: --vllm-model cannot be given: use --hf-checkpoint"),
         ("lr: abc", "{path}:1: lr expects a number, not 'abc'"),

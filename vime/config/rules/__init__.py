@@ -12,6 +12,7 @@ from vime.config.rules import (
     files,
     fixed,
     hooks,
+    idle,
     layout,
     model,
     presence,
@@ -43,6 +44,7 @@ RULES: tuple[Rule, ...] = (
 )
 WARNINGS: tuple[Rule, ...] = (
     *doubts.WARNINGS,
+    *idle.WARNINGS,
     *algorithm.WARNINGS,
     *asynchrony.WARNINGS,
     *critic.WARNINGS,

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vime.config.config import Config
+from vime.config.config import OWN_FLAGS, Config
 from vime.config.foreign.megatron_lm import WITHOUT_EFFECT
-from vime.config.rules.base import Violation, option
+from vime.config.rules.base import Violation, is_given, option
+
+OF_EVALUATION = (
+    *(name for name, flag in OWN_FLAGS.items() if flag.section == "evaluation"),
+    *("eval_function_path", "eval_reward_key"),
+)
 
 
 def single_sample(config: Config) -> Iterator[Violation]:
@@ -62,10 +67,9 @@ def reference_only_watched(config: Config) -> Iterator[Violation]:
 
 
 def evaluation_never_runs(config: Config) -> Iterator[Violation]:
-    evaluation = config.evaluation
-    given = "--eval-prompt-data" if evaluation.eval_prompt_data else "--eval-config" if evaluation.eval_config else None
-    if given is not None and evaluation.eval_interval is None:
-        yield Violation(f"{given} without --eval-interval: no evaluation will run")
+    given = [option(name) for name in OF_EVALUATION if is_given(config, name)]
+    if given and config.evaluation.eval_interval is None:
+        yield Violation(f"{', '.join(given)} without --eval-interval: no evaluation will run")
 
 
 def both_lengths(config: Config) -> Iterator[Violation]:
@@ -73,32 +77,10 @@ def both_lengths(config: Config) -> Iterator[Violation]:
         yield Violation(f"--num-epoch {config.rollout.num_epoch} is ignored: --num-rollout wins")
 
 
-def tokens_without_packing(config: Config) -> Iterator[Violation]:
-    if config.batch.max_tokens_per_gpu is not None and not config.batch.use_dynamic_batch_size:
-        yield Violation("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size")
-
-
 def without_effect(config: Config) -> Iterator[Violation]:
     for name, reason in WITHOUT_EFFECT.items():
         if name in config.megatron:
             yield Violation(f"{option(name)} has no effect: {reason}")
-
-
-def wandb_flags(config: Config) -> Iterator[Violation]:
-    if config.ops.use_wandb:
-        return
-    given = [name for name in config.origins if name.startswith("wandb_") and config.origins[name] != "default"]
-    if given:
-        yield Violation(f"{option(given[0])} has no effect without --use-wandb")
-
-
-def health_checks(config: Config) -> Iterator[Violation]:
-    if config.sampling.use_fault_tolerance:
-        return
-    prefix = "rollout_health_check_"
-    given = [name for name in config.origins if name.startswith(prefix) and config.origins[name] != "default"]
-    if given:
-        yield Violation(f"{option(given[0])} has no effect without --use-fault-tolerance")
 
 
 def router_balance(config: Config) -> Iterator[Violation]:
@@ -138,10 +120,7 @@ WARNINGS = (
     reference_only_watched,
     evaluation_never_runs,
     both_lengths,
-    tokens_without_packing,
     without_effect,
-    wandb_flags,
-    health_checks,
     router_balance,
     balanced_packs,
     never_saved,

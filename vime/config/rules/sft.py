@@ -73,12 +73,13 @@ def without_effect(config: Config) -> Iterator[Violation]:
     given = [
         name for name, origin in config.origins.items() if origin != "default" and not origin.startswith("derived")
     ]
-    idle = [option(name) for name in given if _is_idle(name)]
+    idle = [option(name) for name in given if is_idle(name)]
     if idle:
         yield Violation(f"--loss-type sft_loss samples and grades nothing; without effect: {', '.join(idle)}")
 
 
-def _is_idle(name: str) -> bool:
+def is_idle(name: str) -> bool:
+    """Whether a flag has no effect in fine-tuning."""
     if name not in OWN_FLAGS:
         return name.startswith(("vllm_", "router_"))
     section = OWN_FLAGS[name].section
