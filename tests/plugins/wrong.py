@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import sys
 from pathlib import Path
 
 import torch
@@ -35,6 +37,16 @@ async def reward_dict(args, sample):
 
 async def reward_raises(args, sample):
     return 1 / len(sample.response)
+
+
+async def reward_exits(args, sample):
+    sys.exit(3)
+
+
+async def reward_cancels(args, sample):
+    task = asyncio.ensure_future(asyncio.sleep(9))
+    task.cancel()
+    await task
 
 
 async def reward_needs_metadata(args, sample):
@@ -183,6 +195,10 @@ class SourceOfEndlessLength(SourceWithoutIndices):
 
 def filter_returns(args, groups):
     return groups[:1]
+
+
+def filter_exits(args, groups):
+    sys.exit(3)
 
 
 def filter_changes_reward(args, groups):

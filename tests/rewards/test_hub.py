@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from tests.plugins import odd
 from vime.errors import UserError
 from vime.plugins import Hook
 from vime.rewards.hub import RewardHub
@@ -204,6 +205,40 @@ async def test_a_function_that_sleeps_for_an_hour_is_an_error_after_its_deadline
 
     one = await rewarded(custom(custom_rm, rm_timeout_s=0.05))
     assert "deadline of 0.05 s exceeded" in one.grade.detail
+
+
+async def test_a_function_that_will_not_end_is_an_error_after_its_deadline_too(monkeypatch):
+    async with odd.stubbornness(monkeypatch):
+        one = await rewarded(custom(odd.will_not_end, rm_timeout_s=0.05))
+        (two,) = await grouped(odd.will_not_end, [sample()], rm_timeout_s=0.05)
+    assert "deadline of 0.05 s exceeded" in one.grade.detail
+    assert "deadline of 0.05 s exceeded" in two.grade.detail
+
+
+@pytest.mark.parametrize(("function", "told"), odd.PLAIN.items(), ids=lambda value: getattr(value, "__name__", ""))
+async def test_whatever_a_function_raises_is_an_error_of_the_sample(function, told):
+    async def custom_rm(args, sample):
+        function()
+
+    one = await rewarded(custom(custom_rm))
+    assert one.grade.detail.startswith(f"--custom-rm-path my:rm: {told}")
+    (two,) = await grouped(custom_rm, [sample()])
+    assert two.grade.detail.startswith(f"--custom-rm-path my:rm with --group-rm: {told}")
+
+
+async def test_a_cancellation_that_a_function_made_itself_is_an_error_of_the_sample():
+    async def custom_rm(args, sample):
+        await odd.awaits_what_it_cancelled()
+
+    assert "my:rm: raised CancelledError" in (await rewarded(custom(custom_rm))).grade.detail
+
+
+@pytest.mark.parametrize("value", [{1: 1.0, "a": 2.0}, odd.MuteMapping()])
+async def test_a_reward_that_cannot_even_be_read_is_an_error_of_the_sample(value):
+    one = await rewarded(custom(returning(value)))
+    (two,) = await grouped(returning([value]), [sample()])
+    for each in (one, two):
+        assert each.grade.status is GradeStatus.ERROR and "my:rm" in each.grade.detail
 
 
 async def test_cancelling_passes_through():

@@ -24,9 +24,10 @@ from vime.cluster.supervision import supervised
 from vime.cluster.training_job import TrainingJob
 from vime.config import Config
 from vime.errors import UserError
+from vime.plugins.calling import raised
 from vime.rollout.build import Prompts, load_prompts
 from vime.rollout.sft import Dialogues, load_dialogues
-from vime.rollout.tasks import cancel_all
+from vime.rollout.tasks import event_loop
 from vime.serving.http import EngineError
 from vime.weights.sync import SyncError
 
@@ -41,28 +42,13 @@ def main(config: Config) -> int:
     except (asyncio.CancelledError, KeyboardInterrupt):
         print("interrupted: every process was stopped", file=sys.stderr)
         return INTERRUPTED
+    except SystemExit as ended:  # of a task that a user's function started: it would end the run without a word
+        print(f"error: a task of a custom function {raised(ended)}, which ended the run", file=sys.stderr)
+        return 1
     except (UserError, RemoteError, EngineError, SyncError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-@contextmanager
-def event_loop() -> Iterator[asyncio.Runner]:
-    """An event loop for the time of the block, as ``asyncio.run`` has one. That waits for ever for tasks that will not
-    end when they are cancelled; here they end with the process."""
-    runner = asyncio.Runner()
-    try:
-        yield runner
-    finally:
-        runner.run(end_all_tasks())
-        if not asyncio.all_tasks(runner.get_loop()):
-            runner.close()
-
-
-async def end_all_tasks() -> None:
-    """All but the one that asks for it."""
-    await cancel_all(list(asyncio.all_tasks() - {asyncio.current_task()}))
 
 
 async def run(config: Config) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from vime.errors import UserError
+from vime.plugins.calling import Raised, guarded
 
 if TYPE_CHECKING:
     from vime.plugins.trial import Trial
@@ -64,5 +65,9 @@ def read_nothing(answer: Any) -> None:
 
 def shown(value: Any) -> str:
     """A value for a message: its type, and what it is where that is short."""
-    text = repr(value)
+    try:
+        with guarded():
+            text = repr(value)
+    except Raised:
+        return type(value).__name__
     return f"{type(value).__name__} {text}" if len(text) <= 60 and "\n" not in text else type(value).__name__

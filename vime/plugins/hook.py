@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vime.errors import UserError
+from vime.plugins.calling import OutOfTime, Raised, guarded, in_time, raised
 from vime.plugins.contract import Function, WrongAnswer
 from vime.plugins.loading import accepted_keywords
 
@@ -59,30 +60,51 @@ class Hook:
             HookError: it raised, or its answer is wrong.
         """
         try:
-            return read(self.function(*arguments, **keywords))
-        except Exception as error:
-            raise self.failure(error, about) from error
+            with guarded():
+                return read(self.function(*arguments, **keywords))
+        except Raised as failed:
+            raise self.failure(failed.error, about) from failed.error
 
     async def acall(
-        self, *arguments: Any, about: str, read: Callable[[Any], T] = lambda answer: answer, **keywords: Any
+        self,
+        *arguments: Any,
+        about: str,
+        read: Callable[[Any], T] = lambda answer: answer,
+        timeout_s: float | None = None,
+        limit: str = "",
+        **keywords: Any,
     ) -> T:
-        """The same for a coroutine function."""
-        try:
-            return read(await self.function(*arguments, **keywords))
-        except Exception as error:
-            raise self.failure(error, about) from error
+        """The same for a coroutine function, which may have a deadline.
 
-    def failure(self, error: Exception, about: str) -> HookError:
+        Args:
+            limit: the flag that ``timeout_s`` comes from.
+        """
+
+        async def call() -> T:
+            return read(await self.function(*arguments, **keywords))
+
+        try:
+            return await in_time(call, timeout_s)
+        except Raised as failed:
+            raise self.failure(failed.error, about) from failed.error
+        except OutOfTime:
+            raise self.late(timeout_s, limit, about) from None
+
+    def late(self, timeout_s: float | None, limit: str, about: str) -> HookError:
+        """One line on a call that did not return by the deadline of the flag ``limit``."""
+        return HookError(f"{self.name}: did not return within {limit} {timeout_s:g}, for {about}")
+
+    def failure(self, error: BaseException, about: str) -> HookError:
         """One line on what the function raised or returned; the traceback goes to the log file."""
         return HookError(f"{self.name}: {self.explained(error)}, for {about}")
 
-    def explained(self, error: Exception) -> str:
+    def explained(self, error: BaseException) -> str:
         """What the function raised or returned, and where the log file with the traceback is."""
         if isinstance(error, WrongAnswer):
             return str(error)
         return raised(error) + (f", traceback in {self._log}" if self._write_traceback(error) else "")
 
-    def _write_traceback(self, error: Exception) -> bool:
+    def _write_traceback(self, error: BaseException) -> bool:
         """Whether the log file has it now, or has enough of them."""
         if self._log is None:
             return False
@@ -95,14 +117,6 @@ class Hook:
                 return False  # another machine, or a full disk: the cause itself is in the message
             self._logged += 1
         return True
-
-
-def raised(error: BaseException) -> str:
-    """ "raised ValueError: no answer (rewards.py:12)", on one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    words = " ".join(str(error).split())
-    return f"raised {type(error).__name__}{': ' + words if words else ''}{where}"
 
 
 def users_traceback(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vime.errors import UserError
+from vime.plugins.calling import Raised, guarded, said
 from vime.plugins.contract import Contract, Function
 
 
@@ -36,9 +37,12 @@ def load_function(path: str, flag: str) -> Function:
     """
     module_name, attribute = split_path(path, flag)
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the module is the user's: whatever it raises on import is what we report
-        raise UserError(f"{flag} {path}: cannot import {module_name} ({type(error).__name__}: {error})") from error
+        with guarded():
+            module = importlib.import_module(module_name)
+    except Raised as failed:  # the module is the user's: whatever it raises on import is what we report
+        error = failed.error
+        words = f"{type(error).__name__}: {said(error)}".rstrip(": ")
+        raise UserError(f"{flag} {path}: cannot import {module_name} ({words})") from error
     try:
         function = functools.reduce(getattr, attribute.split("."), module)
     except AttributeError:

@@ -17,10 +17,12 @@ from typing import Any
 from vime.config import Args
 from vime.data.jsonl import Row
 from vime.errors import UserError
+from vime.plugins.calling import OutOfTime, Raised, guarded, in_time, raised
 from vime.plugins.changes import changes
 from vime.plugins.contract import Contract, Function, WrongAnswer, shown
-from vime.plugins.hook import raised, users_traceback
+from vime.plugins.hook import users_traceback
 from vime.plugins.loading import accepted_keywords
+from vime.rollout.tasks import event_loop
 
 DEADLINE_S = 60.0
 """Of one call of a coroutine function; a plain function cannot be interrupted."""
@@ -41,7 +43,7 @@ class Trial:
 
     def __enter__(self) -> Trial:
         self._stack = ExitStack()
-        self._runner = self._stack.enter_context(asyncio.Runner())
+        self._runner = self._stack.enter_context(event_loop())
         self._warnings = self._stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("ignore")
         warnings.filterwarnings("always", message=".*was never awaited")
@@ -80,9 +82,11 @@ class Trial:
         """
         before = copy.deepcopy(unchanged())
         try:
-            yield
-        except UserError as error:
-            self._say(name, str(error))
+            with guarded():
+                yield
+        except Raised as failed:  # also where it is an answer of the user's own class that cannot be read
+            error = failed.error
+            self._say(name, str(error) if isinstance(error, UserError) else raised(error))
             return
         for change in changes(before, unchanged()):
             self._say(name, f"must not change {change}")
@@ -100,14 +104,16 @@ class Trial:
             if not accepted_keywords(called, (name,)):
                 del keywords[name]
         try:
-            answer = called(*arguments, **keywords)
             if is_coroutine_function(called):
-                answer = self._runner.run(_in_time(answer))
-        except TimeoutError:
+                answer = self._runner.run(in_time(lambda: called(*arguments, **keywords), DEADLINE_S))
+            else:
+                with guarded():
+                    answer = called(*arguments, **keywords)
+        except OutOfTime:
             raise WrongAnswer(f"did not return within {DEADLINE_S:g} s") from None
-        except Exception as error:
-            self.tracebacks.append(users_traceback(error))
-            raise WrongAnswer(raised(error)) from error
+        except Raised as failed:
+            self.tracebacks.append(users_traceback(failed.error))
+            raise WrongAnswer(raised(failed.error)) from failed.error
         if inspect.isawaitable(answer):
             if inspect.iscoroutine(answer):
                 answer.close()
@@ -120,11 +126,6 @@ class Trial:
 
     def _say(self, case: str, problem: str) -> None:
         self._found.setdefault(problem, []).append(case)
-
-
-async def _in_time(answer: Any) -> Any:
-    async with asyncio.timeout(DEADLINE_S):
-        return await answer
 
 
 def is_coroutine_function(function: Function) -> bool:

@@ -10,17 +10,21 @@ stays None.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from vime.errors import UserError
 from vime.plugins import Hook
+from vime.plugins.calling import OutOfTime, Raised, guarded, in_time
 from vime.ports import GraderPool
 from vime.rewards import registry
 from vime.rewards.extract import last_boxed
 from vime.rewards.remote_rm import RemoteReward
 from vime.rewards.values import RewardFailed, set_error, set_value
 from vime.types import Sample, Status
+
+T = TypeVar("T")
 
 
 class RewardSettings(Protocol):
@@ -94,8 +98,11 @@ class RewardHub:
         try:
             hook = self._hook_of(sample)
             source = hook.name if hook else self._rm_type(sample)
-            value = await (self._ask(hook, sample, evaluation) if hook else self._grade(source, sample))
-            set_value(sample, value, self._reward_key(evaluation))
+            put = functools.partial(set_value, sample, reward_key=self._reward_key(evaluation))
+            if hook is not None:
+                await self._call(hook, sample, evaluation, 1, put)
+            else:
+                put(await self._grade(source, sample))
         except (RewardFailed, UserError) as error:
             set_error(sample, f"{source}: {error}, for {sample.name}")
 
@@ -114,20 +121,19 @@ class RewardHub:
     async def _reward_together(self, samples: list[Sample], evaluation: bool) -> None:
         assert self._custom is not None
         source, key = f"{self._custom.name} with --group-rm", self._reward_key(evaluation)
+        read = functools.partial(_as_many, count=len(samples))
         try:
-            results = _as_many(await self._call(self._custom, list(samples), evaluation, len(samples)), len(samples))
+            results = await self._call(self._custom, list(samples), evaluation, len(samples), read)
         except RewardFailed as error:
             for sample in samples:
                 set_error(sample, f"{source}: {error}, for {sample.name}")
             return
         for sample, value in zip(samples, results, strict=True):
             try:
-                set_value(sample, value, key)
-            except RewardFailed as error:
-                set_error(sample, f"{source}: {error}, for {sample.name}")
-
-    async def _ask(self, hook: Hook, sample: Sample, evaluation: bool) -> Any:
-        return await self._call(hook, sample, evaluation, 1)
+                with guarded():
+                    set_value(sample, value, key)
+            except Raised as failed:
+                set_error(sample, f"{source}: {_explained(self._custom, failed.error)}, for {sample.name}")
 
     async def _grade(self, rm_type: str, sample: Sample) -> Any:
         registry.check(rm_type)
@@ -139,17 +145,26 @@ class RewardHub:
         response = (last_boxed(sample.response) or "") if boxed else sample.response
         return await self._remote.ask(sample.prompt, response, sample.label)
 
-    async def _call(self, hook: Hook, what: Sample | list[Sample], evaluation: bool, count: int) -> Any:
-        """Calls a user's function, with ``count`` times the deadline of one sample."""
-        deadline = asyncio.timeout(self._settings.rm_timeout_s * count)
+    async def _call(
+        self, hook: Hook, what: Sample | list[Sample], evaluation: bool, count: int, read: Callable[[Any], T]
+    ) -> T:
+        """Calls a user's function, with ``count`` times the deadline of one sample, and reads what it returns.
+
+        Raises:
+            RewardFailed: whatever it raised, or ``read`` did.
+        """
+        timeout_s = self._settings.rm_timeout_s * count
         keywords = {"evaluation": evaluation} if hook.takes("evaluation") else {}
+
+        async def call() -> T:
+            return read(await hook.function(self._args, what, **keywords))
+
         try:
-            async with deadline:
-                return await hook.function(self._args, what, **keywords)
-        except Exception as error:
-            if deadline.expired():
-                raise RewardFailed(f"deadline of {self._settings.rm_timeout_s * count:g} s exceeded") from None
-            raise RewardFailed(hook.explained(error)) from error
+            return await in_time(call, timeout_s)
+        except OutOfTime:
+            raise RewardFailed(f"deadline of {timeout_s:g} s exceeded") from None
+        except Raised as failed:
+            raise RewardFailed(_explained(hook, failed.error)) from failed.error
 
     def _is_for_group(self, sample: Sample) -> bool:
         return self.by_group and sample.custom_rm_path is None
@@ -179,6 +194,10 @@ class RewardHub:
 def _is_open(sample: Sample) -> bool:
     graded = sample.reward is not None or sample.grade is not None
     return not graded and sample.status not in (Status.ABORTED, Status.FAILED)
+
+
+def _explained(hook: Hook, error: BaseException) -> str:
+    return str(error) if isinstance(error, RewardFailed) else hook.explained(error)
 
 
 def _as_many(results: Any, count: int) -> list[Any]:

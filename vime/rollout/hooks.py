@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vime.data.source import BufferFilter
@@ -23,7 +22,6 @@ from vime.plugins.answers import (
     taken_groups,
 )
 from vime.plugins.contract import WrongAnswer, read_nothing
-from vime.plugins.hook import HookError
 from vime.plugins.rollout_trials import request_params
 from vime.plugins.train_data import train_rows
 from vime.plugins.trial import is_coroutine_function
@@ -103,8 +101,16 @@ def custom_generate(hook: Hook, args: Any, *, timeout_s: float = DAY_S) -> Gener
     async def generate(sample: Sample, params: SamplingParams, evaluation: bool) -> list[Sample]:
         keywords = {"evaluation": evaluation} if takes_evaluation else {}
         read = functools.partial(generated_samples, index=sample.index, group_index=sample.group_index)
-        async with _deadline(hook, timeout_s, sample.name):
-            return await hook.acall(args, sample, request_params(params), **keywords, about=sample.name, read=read)
+        return await hook.acall(
+            args,
+            sample,
+            request_params(params),
+            **keywords,
+            about=sample.name,
+            read=read,
+            timeout_s=timeout_s,
+            limit=LIMIT,
+        )
 
     return generate
 
@@ -187,20 +193,13 @@ async def call_within(
     Raises:
         HookError: it raised, its answer is wrong, or it did not return in time.
     """
-    async with _deadline(hook, timeout_s, about, limit):
-        if is_coroutine_function(hook.function):
-            return await hook.acall(*arguments, about=about, **keywords)
-        return await in_thread(functools.partial(hook.call, *arguments, about=about, **keywords), name=hook.name)
-
-
-@asynccontextmanager
-async def _deadline(hook: Hook, timeout_s: float, about: str, limit: str = LIMIT) -> AsyncIterator[None]:
-    """Ends a call that takes too long. What the function raises is a HookError by then, never a bare TimeoutError."""
+    if is_coroutine_function(hook.function):
+        return await hook.acall(*arguments, about=about, timeout_s=timeout_s, limit=limit, **keywords)
     try:
-        async with asyncio.timeout(timeout_s):
-            yield
+        async with asyncio.timeout(timeout_s):  # what the function raises is a HookError by then
+            return await in_thread(functools.partial(hook.call, *arguments, about=about, **keywords), name=hook.name)
     except TimeoutError:
-        raise HookError(f"{hook.name}: did not return within {limit} {timeout_s:g}, for {about}") from None
+        raise hook.late(timeout_s, limit, about) from None
 
 
 def custom_post_process(hook: Hook, args: Any) -> Callable[[list[Sample]], tuple[list[float], list[float]]]:
@@ -239,8 +238,9 @@ def sample_hook(hook: Hook, args: Any, *, timeout_s: float = DAY_S) -> SampleHoo
         read = functools.partial(hooked_sample, sample=sample)
         keywords = {"rollout_id": sample.rollout_id, "evaluation": evaluation}
         if is_coroutine_function(hook.function):
-            async with _deadline(hook, timeout_s, sample.name):
-                return await hook.acall(args, sample, **keywords, about=sample.name, read=read)
+            return await hook.acall(
+                args, sample, **keywords, about=sample.name, read=read, timeout_s=timeout_s, limit=LIMIT
+            )
         return hook.call(args, sample, **keywords, about=sample.name, read=read)
 
     return apply

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -53,3 +54,20 @@ async def cancel_all(tasks: Sequence[asyncio.Task[Any]], timeout_s: float | None
             "%s is left behind: a function of it goes on %g s after it was cancelled; it must not catch CancelledError",
             *(task.get_name(), limit_s),
         )
+
+
+@contextmanager
+def event_loop() -> Iterator[asyncio.Runner]:
+    """An event loop for the time of the block, as ``asyncio.run`` has one. That waits for ever for tasks that will not
+    end when they are cancelled; here they end with the process."""
+    runner = asyncio.Runner()
+    try:
+        yield runner
+    finally:
+        runner.run(_end_all_tasks())
+        if not asyncio.all_tasks(runner.get_loop()):
+            runner.close()
+
+
+async def _end_all_tasks() -> None:
+    await cancel_all([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])

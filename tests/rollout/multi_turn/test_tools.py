@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import pytest
 
+from tests.plugins import odd
 from vime.errors import EngineError, UserError
 from vime.rollout.multi_turn import EpisodeFailed, ToolFunction, Tools, Turn
 from vime.rollout.multi_turn.tool_calls import PARSERS
@@ -38,6 +39,18 @@ async def leaves() -> str:
 
 async def gives_up() -> str:
     raise asyncio.CancelledError
+
+
+async def closes() -> None:
+    odd.closes()
+
+
+def interrupts() -> None:
+    odd.interrupts()
+
+
+async def raises_a_group() -> None:
+    odd.raises_a_group()
 
 
 async def lists(path: str) -> dict[str, Any]:
@@ -117,7 +130,7 @@ async def test_a_turn_without_calls_is_not_answered() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (call("mul"), "Error: there is no tool 'mul', only add, breaks, leaves, gives_up, returns_an_object"),
+        (call("mul"), "Error: there is no tool 'mul', only add, breaks, leaves, gives_up, closes, "),
         (call("add"), "Error: a is missing; the arguments are a, b"),
         (call("add", '{"a": "x"}'), "Error: a must be of type integer, not 'x'"),
         (call("add", '{"a": 1, "c": 2}'), "Error: c is unknown; the arguments are a, b"),
@@ -127,11 +140,14 @@ async def test_a_turn_without_calls_is_not_answered() -> None:
         (call("breaks"), "Error: ValueError: no good"),
         (call("leaves"), "Error: leaves ended with exit(3)"),
         (call("gives_up"), "Error: gives_up was cancelled"),
+        (call("closes"), "Error: GeneratorExit"),
+        (call("interrupts"), "Error: KeyboardInterrupt"),
+        (call("raises_a_group"), "Error: BaseExceptionGroup: both (2 sub-exceptions)"),
         (call("returns_an_object"), "Error: TypeError: Object of type object is not JSON serializable"),
     ],
 )
 async def test_what_goes_wrong_is_told_to_the_model_and_counted(text: str, expected: str) -> None:
-    environment = tools(add, breaks, leaves, gives_up, returns_an_object)
+    environment = tools(add, breaks, leaves, gives_up, closes, interrupts, raises_a_group, returns_an_object)
     (said,) = await told(environment, text)
     assert said.startswith(expected)
     assert environment.metadata()["tool_errors"] == 1

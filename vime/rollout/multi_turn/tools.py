@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 from vime.errors import EngineError, UserError
+from vime.plugins.calling import OutOfTime, Raised, in_time, said
 from vime.rollout.multi_turn.environment import Environment, EpisodeFailed, Turn
 from vime.rollout.multi_turn.tool_calls import BadCall, Parser, ToolCall
 from vime.rollout.tasks import together
@@ -145,26 +146,32 @@ class Tools(Environment):
             return self._error(f"there is no tool {call.name!r}, only {', '.join(self._tools) or 'none'}")
         try:
             arguments = checked_arguments(call.arguments, tool.parameters)
-            if is_unheard:
-                return "not called: no turn follows"
-            return self._shortened(_text(await self._in_time(tool, arguments)))
-        except (EpisodeFailed, EngineError):  # an engine that a tool asked and lost: the sample is tried again
-            raise
-        except Exception as error:  # tools raise what they like
-            return self._error(_words(error))
+        except BadArguments as error:
+            return self._error(str(error))
+        if is_unheard:
+            return "not called: no turn follows"
+        return self._shortened(await self._called(tool, arguments))
 
-    async def _in_time(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
-        """Does not wait for a tool that ignores that it is cancelled."""
-        task = asyncio.ensure_future(_called(tool, arguments))
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # or asyncio tells of it later
+    async def _called(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
+        """What the tool tells the model. What it raises to end a task or a process ends the call alone.
+
+        Raises:
+            EpisodeFailed: it did: the fault is neither the model's nor the tool's.
+            EngineError: an engine that it asked is lost: the sample is tried again.
+        """
+
+        async def call() -> str:
+            return _text(await tool.call(arguments))
+
         try:
-            done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
-        finally:
-            task.cancel()
-        if done:
-            return task.result()
-        self._timeouts += 1
-        raise ToolFailed(f"{tool.name} did not answer within {self._timeout_s:g} s")
+            return await in_time(call, self._timeout_s, grace_s=0)
+        except OutOfTime:
+            self._timeouts += 1
+            return self._error(f"{tool.name} did not answer within {self._timeout_s:g} s")
+        except Raised as failed:
+            if isinstance(failed.error, EpisodeFailed | EngineError):
+                raise failed.error from None
+            return self._error(_words(tool, failed.error))
 
     def _error(self, reason: str) -> str:
         self._errors += 1
@@ -183,19 +190,6 @@ class ToolFailed(Exception):
     """A tool did not answer. The message is for the model."""
 
 
-async def _called(tool: Tool, arguments: Mapping[str, Any]) -> Any:
-    """What a tool raises to end a task or a process ends the call alone."""
-    try:
-        return await tool.call(arguments)
-    except SystemExit as error:
-        raise ToolFailed(f"{tool.name} ended with exit({error.code})") from error
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        raise ToolFailed(f"{tool.name} was cancelled") from error
-
-
 def _message(turn: int, position: int, name: str, identity: str | None, content: str) -> Message:
     """Some templates refuse ids that are not nine letters and digits, and the model may write what it likes."""
     if identity is None or not re.fullmatch(r"[A-Za-z0-9]{9}", identity):
@@ -207,9 +201,14 @@ def _text(result: Any) -> str:
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
 
 
-def _words(error: Exception) -> str:
-    said = " ".join(str(error).split())
-    return said if isinstance(error, BadArguments | ToolFailed) else f"{type(error).__name__}: {said}".rstrip(": ")
+def _words(tool: Tool, error: BaseException) -> str:
+    """What the model is told of what a tool raised."""
+    if isinstance(error, SystemExit):
+        return f"{tool.name} ended with exit({error.code})"
+    if isinstance(error, asyncio.CancelledError):
+        return f"{tool.name} was cancelled"
+    words = said(error)
+    return words if isinstance(error, BadArguments | ToolFailed) else f"{type(error).__name__}: {words}".rstrip(": ")
 
 
 class BadArguments(ValueError):

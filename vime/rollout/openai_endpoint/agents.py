@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from vime.deadlines import Deadline
+from vime.plugins.calling import Raised, in_time, said
 from vime.processes import close_pipes, ended
 from vime.rewards.values import RewardFailed, to_number
 from vime.rollout.multi_turn.tool_calls import UNREADABLE
@@ -131,13 +132,18 @@ async def _end_of(called: Coroutine[Any, Any, _End], session: Session, timeout_s
 
 
 async def _called(agent: Agent, task: AgentTask, reward_key: str | None) -> _End:
-    try:
+    async def call() -> _End:
         return _checked(await agent(task), reward_key)
-    except SystemExit as error:
-        return AgentFailed(f"it ended with exit({error.code})")
-    except Exception as error:  # agents are the user's: they raise what they like
-        text = " ".join(str(error).split())[:500]
-        return AgentFailed(text if isinstance(error, AgentFailed) else f"{type(error).__name__}: {text}")
+
+    try:
+        return await in_time(call)
+    except Raised as failed:
+        error, words = failed.error, said(failed.error)[:500]
+        if isinstance(error, SystemExit):
+            return AgentFailed(f"it ended with exit({error.code})")
+        if isinstance(error, asyncio.CancelledError):
+            return AgentFailed("it was cancelled")
+        return AgentFailed(words if isinstance(error, AgentFailed) else f"{type(error).__name__}: {words}")
 
 
 def _checked(result: Any, reward_key: str | None) -> Mapping[str, Any]:
