@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vime.data.jsonl import MAX_LISTED, BadRow, Keys, Row, load
+from vime.data.jsonl import MAX_LISTED, BadRow, Keys, Row, listing, load
 from vime.errors import UserError
 
 KEYS = Keys(input="prompt", label="label")
@@ -49,10 +49,29 @@ def test_every_bad_row_is_told_with_file_and_line(write):
     ]
 
 
-def test_a_long_list_of_bad_rows_ends_with_their_number(write):
+def test_what_is_wrong_with_every_row_is_said_once(write):
+    path = write('{"question": "a", "label": 1}\n' * 19_200)
     with pytest.raises(UserError) as caught:
-        load(write("[]\n" * (MAX_LISTED + 5)), KEYS).require_good()
-    assert str(caught.value).splitlines()[-1].endswith(": 5 more bad rows; `vime data check` lists all")
+        load(path, KEYS).require_good()
+    assert str(caught.value) == f"{path}: all 19,200 rows: no key 'prompt' (--input-key), only ['label', 'question']"
+
+
+def test_rows_that_are_bad_for_one_reason_stand_together_and_are_counted(write):
+    path = write('{"prompt": "a"}\n' + '[]\n"text"\n' * 190)
+    assert list(listing(path, load(path, KEYS).bad, 381)) == [
+        *(f"{path}:{line}: a row must be a JSON object, not an array" for line in (2, 4, 6)),
+        f"{path}: … and 187 more rows, for the same reason",
+        *(f"{path}:{line}: a row must be a JSON object, not a text" for line in (3, 5, 7)),
+        f"{path}: … and 187 more rows, for the same reason",
+    ]
+
+
+def test_a_long_list_of_bad_rows_ends_with_its_length(write):
+    with pytest.raises(UserError) as caught:
+        load(write("".join(f'{{"q{i}": 1}}\n' for i in range(MAX_LISTED + 5))), KEYS).require_good()
+    lines = str(caught.value).splitlines()
+    assert len(lines) == MAX_LISTED + 1
+    assert lines[-1].endswith(": 5 more lines; `vime data check` prints all")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""``vime data check FILE`` lists every bad row; ``vime data show FILE`` prints prompts as the model will see them;
-``vime data mask FILE`` prints dialogues with the tokens that --loss-type sft_loss trains.
+"""``vime data check FILE`` says which rows are bad and why; ``vime data show FILE`` prints prompts as the
+model will see them; ``vime data mask FILE`` prints dialogues with the tokens that --loss-type sft_loss trains.
 
 The flags are those of ``train.py``, so that what they say here holds there.
 """
@@ -43,15 +43,14 @@ def _check(file: PromptFile, keys: Keys, encoder: PromptEncoder | None, options:
                 too_long += limit is not None and length > limit
             except UserError as error:  # the template refuses the prompt
                 problems[row.line] = str(error)
-    for line, reason in sorted(problems.items()):
-        print(f"{file.path}:{line}: {reason}")
-    total = len(file.rows) + len(file.bad)
+    for line in jsonl.listing(file.path, [jsonl.BadRow(*problem) for problem in sorted(problems.items())], file.total):
+        print(line)
     print(_summary(file, len(problems), too_long, limit))
-    return 1 if problems or total in (0, too_long) else 0
+    return 1 if problems or file.total in (0, too_long) else 0
 
 
 def _summary(file: PromptFile, bad: int, too_long: int, limit: int | None) -> str:
-    total = len(file.rows) + len(file.bad)
+    total = file.total
     labels = sum(row.label is not None for row in file.rows)
     verdict = f"{bad} of {total} rows are bad" if bad else f"ok: {total} rows" if total else "there are no rows"
     dropped = f", {too_long} over {limit} tokens would be dropped" if limit is not None else ""

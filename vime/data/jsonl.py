@@ -1,4 +1,4 @@
-"""Prompt files: one JSON object a line, read row by row, with every bad row told as ``file:line: reason``.
+"""Prompt files: one JSON object a line, read row by row, with bad rows told as ``file:line: reason``.
 
 A byte-order mark, CRLF line ends and blank lines are fine. ``FILE@[a:b]`` takes rows a to b-1 (blank lines are no
 rows), with Python's rules for omitted and negative bounds.
@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,8 +22,11 @@ from vime.errors import UserError
 from vime.rewards import registry
 from vime.types import Message
 
-MAX_LISTED = 100
-"""How many bad rows a message lists; ``vime data check`` lists all."""
+MAX_LISTED = 20
+"""How many lines a message has for bad rows; ``vime data check`` prints all of them."""
+
+ALIKE = 3
+"""How many rows are listed that are bad for one reason; the others are counted."""
 
 _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 _BOM = b"\xef\xbb\xbf"
@@ -69,8 +72,13 @@ class PromptFile:
     digest: str  # SHA-256 over the bytes of the rows
 
     def require_good(self) -> None:
-        """Raises UserError with one line for each bad row."""
-        require_none(self.path, self.bad)
+        """Raises UserError with the lines of ``listing``, if there is a bad row."""
+        require_none(self.path, self.bad, self.total)
+
+    @property
+    def total(self) -> int:
+        """All rows, good and bad."""
+        return len(self.rows) + len(self.bad)
 
     def require_labels(self, keys: Keys) -> None:
         """Raises UserError where no row has a label under the key that was given for labels. Some may lack one."""
@@ -81,10 +89,28 @@ class PromptFile:
             )
 
 
-def require_none(path: str, bad: list[BadRow]) -> None:
-    """Raises UserError with one line for each bad row of a file."""
-    if bad:
-        raise UserError("\n".join(_listing(path, bad)))
+def require_none(path: str, bad: list[BadRow], total: int) -> None:
+    """Raises UserError with the lines of ``listing``, if there is a bad row; at most ``MAX_LISTED`` of them."""
+    lines = list(listing(path, bad, total))
+    if lines[MAX_LISTED:]:
+        lines[MAX_LISTED:] = [f"{path}: {len(lines) - MAX_LISTED} more lines; `vime data check` prints all"]
+    if lines:
+        raise UserError("\n".join(lines))
+
+
+def listing(path: str, bad: Sequence[BadRow], total: int) -> Iterator[str]:
+    """What is wrong with a file of ``total`` rows: a line for each bad row, those that are bad for one reason together
+    and only the first ``ALIKE`` of them, or one line for a reason that all rows share."""
+    alike: dict[str, list[int]] = {}
+    for row in bad:
+        alike.setdefault(row.reason, []).append(row.line)
+    for reason, lines in alike.items():
+        if len(lines) == total > ALIKE:
+            yield f"{path}: all {total:,} rows: {reason}"
+            continue
+        yield from (f"{path}:{line}: {reason}" for line in lines[:ALIKE])
+        if lines[ALIKE:]:
+            yield f"{path}: … and {len(lines) - ALIKE:,} more rows, for the same reason"
 
 
 def load(spec: str, keys: Keys, *, needs_label: bool = False) -> PromptFile:
@@ -275,10 +301,3 @@ def _kind(value: Any) -> str:
         return "null"
     kinds = {bool: "a truth value", int: "a number", float: "a number", str: "a text", list: "an array"}
     return kinds.get(type(value), "an object")
-
-
-def _listing(path: str, bad: list[BadRow]) -> list[str]:
-    lines = [f"{path}:{row.line}: {row.reason}" for row in bad[:MAX_LISTED]]
-    if len(bad) > MAX_LISTED:
-        lines.append(f"{path}: {len(bad) - MAX_LISTED} more bad rows; `vime data check` lists all")
-    return lines

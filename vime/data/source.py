@@ -60,7 +60,7 @@ class PromptSource:
         buffer_filter: which groups of the buffer are continued first.
 
     Raises:
-        UserError: bad rows (one line each), no rows, no label in any, or only prompts that are too long.
+        UserError: bad rows, no rows, no label in any, or only prompts that are too long.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ def _keys_of_set(config: Config, dataset: EvalDataset) -> Keys:
 def selection(path: str, encoder: DialogueEncoder, max_tokens: int, *, skip_bad_rows: bool) -> Selection:
     """Rows → one row for each sample to be trained.
 
-    The selection raises UserError with a line for each row that cannot be masked, or leaves such rows out with a
+    The selection raises UserError that tells which rows cannot be masked and why, or leaves such rows out with a
     warning. Rows without a trained turn and samples of more than ``max_tokens`` tokens are left out with a warning.
     """
 
@@ -126,7 +126,7 @@ def selection(path: str, encoder: DialogueEncoder, max_tokens: int, *, skip_bad_
                 long += len(parts) - len(fitting)
                 misplaced += _is_misplaced(row)
         if not skip_bad_rows:
-            jsonl.require_none(path, bad)
+            jsonl.require_none(path, bad, len(rows))
         _warn(path, len(bad), "rows that cannot be masked are left out")
         _warn(path, masked, "rows have no trained turn (step_loss_mask 0) and are left out")
         _warn(path, long, f"samples have over {max_tokens} tokens and are left out")
