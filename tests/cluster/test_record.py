@@ -10,6 +10,7 @@ from vime.checkpoints import CheckpointStore
 from vime.cluster.record import (
     _replaced,
     _resume_point,
+    beginning,
     open_record,
     own_folders,
     resume_command,
@@ -114,6 +115,21 @@ def test_a_state_that_is_none_of_a_run_is_damaged(config_with, tmp_path):
     config = replace(config, checkpoint=replace(config.checkpoint, load=str(store.root)))
     with pytest.raises(UserError, match=r"iter_0000003/vime_state.json: .* --ckpt-step 2 takes the one before$"):
         _resume_point(config)
+
+
+def test_a_run_says_what_it_starts_from(tmp_path, config_with):
+    config = config_with(str(tmp_path / "run"))
+    model, load = config.checkpoint.hf_checkpoint, str(tmp_path / "run")
+    config = replace(config, checkpoint=replace(config.checkpoint, load=load))
+    assert beginning(config, _resume_point(config)) == f"no checkpoint in {load} yet: the run starts from {model}"
+    store = CheckpointStore(load)
+    store.begin(3)
+    store.commit(3, {"metrics_position": 0, "source": {}})
+    assert beginning(config, _resume_point(config)) == (
+        f"resuming from {load}/iter_0000003: the next rollout is number 5"
+    )
+    other = replace(config, checkpoint=replace(config.checkpoint, load=model))
+    assert beginning(other, _resume_point(other)) == f"the run starts from the weights in {model}"
 
 
 @pytest.fixture

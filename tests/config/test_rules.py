@@ -8,6 +8,7 @@ import json
 import pytest
 
 from vime.algorithms import advantages
+from vime.checkpoints import CheckpointStore
 from vime.config import parse_config, resolve
 from vime.config.rules.batches import nearest_divisors
 from vime.config.sections.reward import RM_TYPES
@@ -397,8 +398,33 @@ def test_an_older_runs_folder_is_not_written_into_unless_it_is_resumed(flags, tm
     assert said(flags("--load", str(folder))) == ()
 
 
-def test_load_need_not_exist_yet(flags, tmp_path):
-    assert said(flags("--load", str(tmp_path / "later"))) == ()
+@pytest.mark.parametrize("left", ["logs/engine_0.log", "tensorboard/events", "run_config.json", ".vime.lock"])
+def test_what_a_failed_start_leaves_does_not_block_the_next_one(flags, tmp_path, left):
+    file = tmp_path / "save" / left
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    assert said(flags()) == ()
+    (tmp_path / "save" / "metrics.jsonl").write_text('{"rollout_id": 0, "step": 1}\n')
+    assert [line.split(";")[0] for line in said(flags())] == [f"--save {tmp_path / 'save'}: the folder is not empty"]
+
+
+def test_a_folder_to_resume_from_may_be_empty_only_where_the_run_saves_too(flags, tmp_path):
+    later, save = tmp_path / "later", tmp_path / "save"
+    own = "only the folder of --save itself may be empty at first"
+    assert said(flags("--load", str(save))) == ()
+    assert said(flags("--load", str(later))) == (f"--load {later}: no such folder; {own}",)
+    later.mkdir()
+    assert said(flags("--load", str(later))) == (
+        f"--load {later}: there is no checkpoint in it, and it is no Hugging Face folder; {own}",
+    )
+    store = CheckpointStore(later)
+    store.begin(0)
+    store.commit(0, {})
+    assert said(flags("--load", str(later))) == ()
+
+
+def test_a_hugging_face_folder_can_be_loaded(flags, model_dir):
+    assert said(flags("--load", str(model_dir))) == ()
 
 
 def test_a_slice_of_a_prompt_file(flags, prompt_file):

@@ -69,7 +69,8 @@ def test_without_a_checkpoint_to_resume_training_starts_from_the_reference(
     model_of: Callable[..., Path], tmp_path: Path
 ) -> None:
     other = make_model(tmp_path / "other", "llama", seed=3)
-    with started(config_of(model_of(), "--load", str(tmp_path / "nothing"), "--ref-load", str(other))) as worker:
+    run = str(tmp_path / "nothing")
+    with started(config_of(model_of(), "--load", run, "--save", run, "--ref-load", str(other))) as worker:
         assert worker.info.start_rollout_id == 0  # type: ignore[attr-defined]
         found = dict(hf_weights(worker.chunks, worker.shape))
     from safetensors.torch import load_file

@@ -153,8 +153,20 @@ def _resume_point(config: Config) -> ResumePoint | None:
 
 def _say_where(progress: Progress, config: Config, resumed: ResumePoint | None) -> None:
     progress.log(f"results in {config.ops.run_dir}")
+    if config.checkpoint.load is not None:
+        progress.log(beginning(config, resumed))
+
+
+def beginning(config: Config, resumed: ResumePoint | None) -> str:
+    """What a run with --load starts from, for a person."""
+    load, start = config.checkpoint.load, config.checkpoint.ref_load or config.checkpoint.hf_checkpoint
     if resumed is not None and not resumed.weights_only:
-        progress.log(f"resuming from {resumed.directory}: the next rollout is number {resumed.next_rollout_id + 1}")
+        return f"resuming from {resumed.directory}: the next rollout is number {resumed.next_rollout_id + 1}"
+    if resumed is not None:
+        return f"the run starts from the weights in {resumed.directory}, which has no more of a run than those"
+    if (Path(load or "") / "config.json").is_file():
+        return f"the run starts from the weights in {load}"
+    return f"no checkpoint in {load} yet: the run starts from {start}"
 
 
 def resume_command(config: Config) -> str | None:

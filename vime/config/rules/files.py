@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from vime.checkpoints import CheckpointStore
 from vime.config.config import Config
 from vime.config.rules.base import Violation, known, option
 from vime.errors import UserError
@@ -13,6 +14,9 @@ from vime.folder_lock import LOCK
 from vime.models.remote_code import tokenizer_problem
 
 TRACKER = "latest_checkpointed_iteration.txt"
+LEFT_BY_A_START = frozenset({LOCK, "run_config.json", "logs", "tensorboard", "wandb"})
+"""What a run has written before its first row of metrics: it can be started again over that."""
+
 SLICE = re.compile(r"@\[(-?\d*):(-?\d*)\]$")
 
 
@@ -48,6 +52,18 @@ def ref_load(config: Config) -> Iterator[Violation]:
 def load_is_a_root(config: Config) -> Iterator[Violation]:
     for flag, given in (("--load", config.checkpoint.load), ("--save", config.checkpoint.save)):
         yield from checkpoint_root(flag, given)
+
+
+def load_has_something(config: Config) -> Iterator[Violation]:
+    """A run may find no checkpoint only where it saves its own: then it is the first of several starts."""
+    given, save = config.checkpoint.load, config.checkpoint.save
+    if given is None or (save is not None and _same_folder(save, given)) or list(checkpoint_root("--load", given)):
+        return
+    folder = Path(given)
+    if (folder / TRACKER).is_file() or (folder / "config.json").is_file() or CheckpointStore(folder).iterations():
+        return
+    found = "there is no checkpoint in it, and it is no Hugging Face folder" if folder.is_dir() else "no such folder"
+    yield Violation(f"--load {given}: {found}; only the folder of --save itself may be empty at first", ("save",))
 
 
 def step_of_a_checkpoint(config: Config) -> Iterator[Violation]:
@@ -86,13 +102,14 @@ def save_is_free(config: Config) -> Iterator[Violation]:
 
 
 def folder_is_free(flag: str, save: str, load_flag: str, load: str | None) -> Iterator[Violation]:
-    """A folder to save to is new or empty, or the one that the run resumes from."""
+    """A folder to save to is new or empty, has only what a run left that failed at its start, or is the one that the
+    run resumes from."""
     if _same_folder(save, load):
         return
     folder = Path(save)
     if folder.is_file():
         yield Violation(f"{flag} {save}: this is a file, not a folder")
-    elif folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
+    elif folder.is_dir() and any(path.name not in LEFT_BY_A_START for path in folder.iterdir()):
         yield Violation(
             f"{flag} {save}: the folder is not empty; resume from it by {load_flag} {save}, or give another one"
         )
@@ -137,4 +154,13 @@ def templates(config: Config) -> Iterator[Violation]:
             yield Violation(f"{flag} {template}: it must contain {{rollout_id}}, which becomes the rollout's number")
 
 
-RULES = (hf_checkpoint, ref_load, load_is_a_root, step_of_a_checkpoint, save_is_free, prompt_files, templates)
+RULES = (
+    hf_checkpoint,
+    ref_load,
+    load_is_a_root,
+    load_has_something,
+    step_of_a_checkpoint,
+    save_is_free,
+    prompt_files,
+    templates,
+)

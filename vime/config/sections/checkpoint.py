@@ -19,7 +19,9 @@ class Checkpoint:
         False, help="Run the Python code in --hf-checkpoint: of its tokenizer, and in the engines of its model."
     )
     load: str | None = flag(
-        None, help="Checkpoint to resume from. Without one in it, training starts from --ref-load or --hf-checkpoint."
+        None,
+        help="Checkpoint to resume from, or a Hugging Face folder. Where it is the folder of --save and has no "
+        "checkpoint yet, training starts from --ref-load or --hf-checkpoint.",
     )
     ref_load: str | None = flag(None, help="The reference model: a torch_dist checkpoint or a Hugging Face folder.")
     save: str | None = flag(None, help="Folder for checkpoints. The last rollout is always saved there.")
