@@ -203,6 +203,9 @@ RULES = {
     ),
     # files
     "--prompt-data {tmp}/none.jsonl": "--prompt-data {tmp}/none.jsonl: no such file",
+    "--prompt-data {tmp}/none.jsonl@[-:-]": (
+        "--prompt-data {tmp}/none.jsonl@[-:-]: a slice is FILE@[a:b], with whole numbers of up to 18 digits or none"
+    ),
     "--prompt-data {tmp}/none.parquet": "--prompt-data {tmp}/none.parquet: only .jsonl files are read",
     "--eval-interval 1 --eval-prompt-data aime {tmp}/none.jsonl": (
         "--eval-prompt-data aime {tmp}/none.jsonl: no such file"

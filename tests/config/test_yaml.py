@@ -88,12 +88,47 @@ def test_null_is_none_where_a_flag_may_be_unset(flags, write):
         ("seed: true", "{path}:1: seed expects a whole number, not True"),
         ("rollout-shuffle: 3", "{path}:1: rollout-shuffle expects true or false, not 3"),
         ("lr: 1\nlr: 2", "{path}:2: lr stands there twice"),
-        ("- lr", "{path}: expected a mapping of flags to values"),
+        ("- lr", "{path}: expected names and values"),
     ],
 )
 def test_one_line_says_what_is_wrong(flags, write, text, message):
     path = write(text)
     assert resolve(flags("--config", path)).violations == (message.format(path=path),)
+
+
+UNREADABLE = [
+    ("lr: 1\nwandb-group: caf\xe9\n".encode("latin-1"), "{path}:2: not UTF-8 at byte 17"),
+    ("lr: 1\n".encode("utf-16-le"), "{path}: not YAML: unacceptable character #x0000: special characters are not"),
+    (b"lr: " + b"[" * 2000 + b"]" * 2000, "{path}: not readable as YAML: too many levels within each other"),
+    (
+        b"lr: 1\nseed: " + b"1" * 5000,
+        "{path}:2: seed: not readable as YAML: Exceeds the limit (4300 digits) for integer string conversion",
+    ),
+    (b"lr: 1\nsave: 2026-02-32", "{path}:2: save: not readable as YAML: day is out of range for month"),
+]
+
+
+@pytest.mark.parametrize("flag", ["--config", "--eval-config", "--custom-config-path", "--megatron-config-path"])
+@pytest.mark.parametrize(("content", "message"), UNREADABLE)
+def test_a_file_that_is_no_text_or_too_large_for_python_is_told_in_one_line(flags, tmp_path, flag, content, message):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    words = flags(flag, str(path), "--eval-interval", "1")
+    if flag == "--megatron-config-path":
+        words += ["--advantage-estimator", "ppo"]
+    told = [each for each in resolve(words).violations if str(path) in each]
+    assert len(told) == 1 and message.format(path=path) in told[0] and "\n" not in told[0]
+
+
+def test_utf_16_and_a_mark_of_utf_8_are_read(flags, tmp_path):
+    for content in ("lr: 0.5\n".encode("utf-16"), "lr: 0.5\n".encode("utf-8-sig")):
+        (tmp_path / "run.yaml").write_bytes(content)
+        assert parse_config(flags("--config", str(tmp_path / "run.yaml"))).optimizer.lr == 0.5
+
+
+def test_json_of_too_many_levels_is_refused_as_other_values_are(flags):
+    (told,) = resolve(flags("--train-env-vars", "[" * 100_000)).violations
+    assert told.startswith("--train-env-vars expects a JSON object") and len(told) < 300
 
 
 def test_a_file_that_is_not_there(flags, tmp_path):

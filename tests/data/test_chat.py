@@ -73,6 +73,11 @@ def test_a_template_that_refuses_says_why(tokenizer):
         PromptEncoder(strict, apply_chat_template=True).render("q", {})
 
 
+def test_half_of_a_character_that_a_function_put_into_a_prompt_is_told(tokenizer):
+    with pytest.raises(UserError, match=r"the prompt 'so \\ud800' holds \\ud800, which is half of a character"):
+        PromptEncoder(tokenizer).encode("so \ud800")
+
+
 def test_a_tokenizer_without_a_template_is_refused(tokenizer):
     plain = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(UserError, match="has no chat template"):

@@ -80,6 +80,13 @@ def test_a_long_list_of_bad_rows_ends_with_its_length(write):
         (b'{"prompt": "\xff"}', "not UTF-8 at byte 13"),
         (b'{"prompt": ' + b"9" * 5000 + b"}", "not readable as JSON"),
         (b"[" * 100_000, "not readable as JSON"),
+        (rb'{"prompt": "a\ud800"}', r"prompt: \ud800 is half of a character"),
+        (rb'{"prompt": "a", "label": "\uDFFF"}', r"label: \udfff is half of a character"),
+        (rb'{"prompt": "a", "metadata": "{\"b\": [\"\\ud800\"]}"}', r"metadata: \ud800 is half of a character"),
+        (
+            rb'{"prompt": [{"role": "user", "content": "\ud83d"}]}',
+            r"prompt: \ud83d is half of a character",
+        ),
     ],
 )
 def test_hostile_bytes_are_bad_rows(write, line, reason):
@@ -186,6 +193,22 @@ def test_tools_of_the_row_join_the_metadata_unless_those_have_some(write):
 def test_slices_take_rows_as_python_does(write, bounds, rows):
     path = write("".join(f'{{"prompt": "{i}"}}\n\n' for i in range(5)))
     assert [int(row.prompt) for row in load(f"{path}@{bounds}", KEYS).rows] == rows
+
+
+def test_halves_that_make_a_character_are_one(write):
+    assert load(write(rb'{"prompt": "\ud83d\ude00"}'), KEYS).rows[0].prompt == "😀"
+
+
+@pytest.mark.parametrize("bounds", ["-:-", "a:b", "1", "1:2:3", ":1" + "0" * 20])
+def test_what_is_no_slice_is_told(write, bounds):
+    spec = write('{"prompt": "a"}\n') + f"@[{bounds}]"
+    with pytest.raises(UserError) as caught:
+        load(spec, KEYS)
+    assert str(caught.value) == f"{spec}: a slice is FILE@[a:b], with whole numbers of up to 18 digits or none"
+
+
+def test_a_slice_may_reach_far_beyond_the_file(write):
+    assert len(load(write('{"prompt": "a"}\n') + f"@[-{10**17}:{10**17}]", KEYS).rows) == 1
 
 
 def test_rows_outside_the_slice_are_not_looked_at(write):

@@ -24,10 +24,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from vime.config.config import Config
 from vime.config.kinds import Kind, kind_of
+from vime.config.reading import yaml_entries
 from vime.config.sections.reward import RM_TYPES
 from vime.errors import UserError
 
@@ -119,11 +118,10 @@ def _from_flags(config: Config) -> dict[str, Any]:
 
 def _from_file(path: str, flags: Mapping[str, Any]) -> list[EvalDataset]:
     try:
-        with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"--eval-config {path}: {' '.join(str(error).split())}") from None
-    body = content.get("eval") if isinstance(content, dict) else None
+        content = {key: value for key, value, _ in yaml_entries(path)}
+    except UserError as error:
+        raise UserError(f"--eval-config {error}") from None
+    body = content.get("eval")
     if not isinstance(body, dict) or not isinstance(body.get("datasets"), list):
         raise UserError(f"--eval-config {path}: expected the key eval with a list datasets and perhaps defaults")
     unknown = sorted(set(body) - {"defaults", "datasets"})

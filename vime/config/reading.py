@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +14,7 @@ from vime.config.kinds import Words
 from vime.errors import UserError
 
 COMMAND_LINE = "command line"
+LONGEST_SHOWN = 200  # characters of a value that is refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,24 +120,52 @@ def yaml_entries(path: str) -> Iterator[tuple[str, Any, int]]:
     """
     import yaml
 
-    try:
-        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
+    with _told(path):
+        loader = yaml.SafeLoader(_yaml_text(path))
         node = loader.get_single_node()
-        if node is None:
-            return
-        if not isinstance(node, yaml.MappingNode):
-            raise UserError(f"{path}: expected a mapping of flags to values")
-        seen: set[str] = set()
-        for key_node, value_node in node.value:
-            key, line = str(key_node.value), key_node.start_mark.line + 1
-            if key.replace("_", "-") in seen:
-                raise UserError(f"{path}:{line}: {key} stands there twice")
-            seen.add(key.replace("_", "-"))
-            yield key, loader.construct_object(value_node, deep=True), line
+    if node is None:
+        return
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{path}: expected names and values")
+    seen: set[str] = set()
+    for key_node, value_node in node.value:
+        key, line = str(key_node.value), key_node.start_mark.line + 1
+        if key.replace("_", "-") in seen:
+            raise UserError(f"{path}:{line}: {key} stands there twice")
+        seen.add(key.replace("_", "-"))
+        with _told(f"{path}:{line}: {key}"):
+            value = loader.construct_object(value_node, deep=True)
+        yield key, value, line
+
+
+@contextlib.contextmanager
+def _told(where: str) -> Iterator[None]:
+    """What a file can do to its reader becomes one line."""
+    import yaml
+
+    try:
+        yield
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{where}: cannot be read ({error.strerror})") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise UserError(f"{where}: not readable as YAML: too many levels within each other") from None
+    except ValueError as error:  # a whole number of thousands of digits, the 32nd of a month
+        raise UserError(f"{where}: not readable as YAML: {str(error).partition(';')[0]}") from None
+
+
+def _yaml_text(path: str) -> str | bytes:
+    """The text; YAML may be UTF-16 too, which its reader knows by the first two bytes."""
+    content = Path(path).read_bytes()
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return content
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        before = content[: error.start]
+        line, byte = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
+        raise UserError(f"{path}:{line}: not UTF-8 at byte {byte}") from None
 
 
 def apply(draft: Draft, source: Iterator[Given] | list[Given]) -> None:
@@ -144,7 +175,7 @@ def apply(draft: Draft, source: Iterator[Given] | list[Given]) -> None:
         attribute = each.target.attribute
         try:
             value = _converted(each)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             draft.errors.append(f"{each.written} expects {each.target.kind.expected}, not {_short(each.raw)}")
             draft.broken.add(attribute)
             continue
@@ -168,6 +199,5 @@ def _converted(given: Given) -> Any:
 
 
 def _short(raw: Any) -> str:
-    if isinstance(raw, list):
-        return repr(" ".join(map(str, raw)))
-    return repr(raw)
+    written = repr(" ".join(map(str, raw)) if isinstance(raw, list) else raw)
+    return written if len(written) <= LONGEST_SHOWN else f"{written[:LONGEST_SHOWN]}…"

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from vime.data.jsonl import half_character
 from vime.errors import UserError
 from vime.types import Message
 
@@ -151,5 +152,12 @@ class PromptEncoder:
         return self._template.render(messages, metadata, add_generation_prompt=True)
 
     def _tokenized(self, texts: list[str]) -> Iterator[list[int]]:
-        encoded = self._tokenizer(texts, add_special_tokens=not self._apply, verbose=False)
+        try:
+            encoded = self._tokenizer(texts, add_special_tokens=not self._apply, verbose=False)
+        except (TypeError, UnicodeEncodeError):
+            for text in texts:
+                half = half_character(text)
+                if half is not None:
+                    raise UserError(f"the prompt {text[:40]!r} holds {half}, which is half of a character") from None
+            raise
         return iter(encoded["input_ids"])

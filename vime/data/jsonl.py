@@ -28,7 +28,7 @@ MAX_LISTED = 20
 ALIKE = 3
 """How many rows are listed that are bad for one reason; the others are counted."""
 
-_SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
+_SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>(-?\d{1,18})?):(?P<stop>(-?\d{1,18})?)\]")
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -146,6 +146,8 @@ def split_spec(spec: str) -> tuple[Path, int | None, int | None]:
     """
     found = _SLICE.fullmatch(spec)
     path = Path(found["path"] if found else spec)
+    if not path.is_file() and found is None and "@[" in spec:
+        raise UserError(f"{spec}: a slice is FILE@[a:b], with whole numbers of up to 18 digits or none")
     if not path.is_file():
         raise UserError(f"{path}: there is no such file of prompts")
     if path.suffix == ".parquet":
@@ -161,8 +163,10 @@ def parse_row(line: int, content: bytes, keys: Keys, *, needs_label: bool = Fals
         if not isinstance(record, dict):
             raise _Bad(f"a row must be a JSON object, not {_kind(record)}")
         metadata = _metadata(record, keys)
-        label = _label(record, keys, metadata, needs_label)
-        return Row(line, _prompt(record, keys), label, metadata)
+        row = Row(line, _prompt(record, keys), _label(record, keys, metadata, needs_label), metadata)
+        if b"\\ud" in content or b"\\uD" in content:
+            _check_characters(row, keys)
+        return row
     except _Bad as bad:
         return BadRow(line, str(bad))
     except UnicodeDecodeError as error:
@@ -221,6 +225,22 @@ def _prompt(record: dict[str, Any], keys: Keys) -> str | list[Message]:
         for number, message in enumerate(prompt, 1):
             _check_message(f"{keys.input}: message {number}", message)
     return prompt
+
+
+def half_character(text: str) -> str | None:
+    """The first surrogate, as JSON writes it: it can name half of a character, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(text[error.start]):04x}"
+    return None
+
+
+def _check_characters(row: Row, keys: Keys) -> None:
+    for key, value in ((keys.input, row.prompt), (keys.label, row.label), (keys.metadata, row.metadata)):
+        half = half_character(json.dumps(value, ensure_ascii=False))
+        if half is not None:
+            raise _Bad(f"{key}: {half} is half of a character")
 
 
 def _check_message(where: str, message: Any) -> None:

@@ -17,7 +17,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 LEFT_BY_A_START = frozenset({LOCK, "run_config.json", "logs", "tensorboard", "wandb"})
 """What a run has written before its first row of metrics: it can be started again over that."""
 
-SLICE = re.compile(r"@\[(-?\d*):(-?\d*)\]$")
+SLICE = re.compile(r"@\[(-?\d{1,18})?:(-?\d{1,18})?\]$")
 
 
 def hf_checkpoint(config: Config) -> Iterator[Violation]:
@@ -123,7 +123,9 @@ def prompt_files(config: Config) -> Iterator[Violation]:
         if given is None:
             continue
         path = Path(SLICE.sub("", given))
-        if path.suffix not in (".jsonl", ".json"):
+        if "@[" in path.name:
+            yield Violation(f"{flag} {given}: a slice is FILE@[a:b], with whole numbers of up to 18 digits or none")
+        elif path.suffix not in (".jsonl", ".json"):
             yield Violation(f"{flag} {given}: only .jsonl files are read")
         elif not path.is_file():
             yield Violation(f"{flag} {given}: no such file")
