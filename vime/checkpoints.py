@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.errors import DamagedFile, UserError
-from vime.files import read_json_object, writing
+from vime.files import read_json_object, reading, writing
 from vime.unfinished import Owner, owner_of, unfinished
 
 __all__ = ["COMPLETE", "CRITIC", "STATE", "TRACKER", "CheckpointStore", "ResumePoint", "older_may_do"]
@@ -82,8 +82,8 @@ class CheckpointStore:
         Raises:
             UserError: another process is saving to this root, or it cannot be written.
         """
-        self._check_root()
         with writing(self.root):
+            self._check_root()
             self.root.mkdir(parents=True, exist_ok=True)
             self._end_commit()
             self.clear()
@@ -142,6 +142,10 @@ class CheckpointStore:
             UserError: the root is one of its checkpoints, ``ckpt_step`` is not there, none of the checkpoints that are
                 there is whole, or the state of the one to load is damaged.
         """
+        with reading(self.root):
+            return self._resolve(ckpt_step)
+
+    def _resolve(self, ckpt_step: int | None) -> ResumePoint | None:
         self._check_root()
         if ckpt_step is not None:
             return self._explicit(ckpt_step)
@@ -278,6 +282,8 @@ def older_may_do(checkpoint: Path, option: str = "--ckpt-step") -> Iterator[None
     try:
         yield
     except DamagedFile as error:
+        if checkpoint.name == CRITIC:
+            checkpoint = checkpoint.parent
         match = _ITERATION.fullmatch(checkpoint.name) or _ASIDE.fullmatch(checkpoint.name)
         others = CheckpointStore(checkpoint.parent).iterations()
         older = [iteration for iteration in others if match and iteration < int(match[1])]

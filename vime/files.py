@@ -11,7 +11,7 @@ from typing import Any
 
 from vime.errors import DamagedFile, UserError
 
-__all__ = ["cannot_write", "read_json_object", "reason", "refusal_behind", "writing"]
+__all__ = ["cannot_write", "read_json_object", "reading", "reason", "refusal_behind", "writing"]
 
 
 @contextmanager
@@ -30,6 +30,15 @@ def writing(path: Path | str) -> Iterator[None]:
         raise cannot_write(path, refused) from error
 
 
+@contextmanager
+def reading(path: Path | str) -> Iterator[None]:
+    """For blocks that do nothing but look at files. Raises a UserError that names the one that cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{_named(error) or path}: cannot be read: {reason(error)}") from error
+
+
 def refusal_behind(error: BaseException) -> OSError | None:
     """What the system said, where another error came of it: torch tells of a wrong position in the file."""
     cause: BaseException | None = error
@@ -40,9 +49,12 @@ def refusal_behind(error: BaseException) -> OSError | None:
 
 def cannot_write(path: Path | str, error: OSError) -> UserError:
     """What to tell of a file, or a folder, that could not be written."""
-    named = error.filename2 or error.filename
-    where = os.fsdecode(named) if isinstance(named, str | bytes) else str(path)
-    return UserError(f"{where}: cannot be written: {reason(error)}")
+    return UserError(f"{_named(error) or path}: cannot be written: {reason(error)}")
+
+
+def _named(error: OSError) -> str | None:
+    """The file that the system spoke of; that of a write it does not name."""
+    return os.fsdecode(error.filename) if isinstance(error.filename, str | bytes | os.PathLike) else None
 
 
 def reason(error: OSError) -> str:

@@ -229,6 +229,16 @@ def test_a_damaged_state_names_the_checkpoint_and_the_one_before(tmp_path: Path,
     assert point is not None and point.state == {}
 
 
+def test_a_root_whose_name_is_too_long_is_one_line(tmp_path: Path) -> None:
+    root = tmp_path / ("n" * 300)
+    for doing, what in (
+        (lambda: CheckpointStore(root).resolve(), "read"),
+        (lambda: CheckpointStore(root).begin(1), "written"),
+    ):
+        with pytest.raises(UserError, match=rf"^{root}.*: cannot be {what}: File name too long$"):
+            doing()
+
+
 def test_of_a_damaged_state_without_any_before_it_is_said_so(tmp_path: Path) -> None:
     (save(tmp_path, 6) / STATE).write_text("")
     with pytest.raises(UserError, match=r"iter_0000006 is damaged: there is no older one$"):

@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoints.learner import Learner
+from tests.disk import files_end_at
 from tests.models.plain_megatron import parallel_layout, run_ranks
 from tests.tiny import make_model
-from vime.errors import UserError
+from vime.errors import DamagedFile, UserError
 
 OPTIMIZERS = {
     "fp32": ["--fp32"],
@@ -203,6 +204,47 @@ class Evil:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, (self.command,)
+
+
+def test_a_damaged_checkpoint_is_one_line(tmp_path: Path) -> None:
+    learner = Learner(make_model(tmp_path / "hf"), "--fp32")
+    folder = save(tmp_path / "checkpoint", learner)
+    tensors = (folder / "__0_0.distcp").read_bytes()
+    damaged = {
+        "__0_0.distcp": [
+            (tensors[:1000], "__0_0.distcp: ends after 1000 bytes"),
+            (b"\0" * len(tensors), "cannot be read: "),
+        ],
+        ".metadata": [(b"", ".metadata: cannot be read: "), (b"\x80\x05garbage", ".metadata: cannot be read: ")],
+        "common.pt": [
+            (b"", "common.pt: cannot be read: "),
+            ((folder / "common.pt").read_bytes()[:300], "cannot be read: "),
+        ],
+        "metadata.json": [(b'{"sharded', "metadata.json: not valid JSON: ")],
+    }
+    for name, versions in damaged.items():
+        whole = (folder / name).read_bytes()
+        for wrong, said in versions:
+            (folder / name).write_bytes(wrong)
+            with pytest.raises(DamagedFile, match=rf"^{folder}.*{said}") as raised:
+                resume(folder, learner)
+            assert "\n" not in str(raised.value)
+        (folder / name).write_bytes(whole)
+    assert resume(folder, learner).optimizer
+
+
+@pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
+def test_a_full_disk_is_one_line(tmp_path: Path, ckpt_format: Literal["torch_dist", "torch"]) -> None:
+    from vime.training.checkpoint import save_megatron
+    from vime.training.saving import saving
+
+    learner = Learner(make_model(tmp_path / "hf"), "--fp32")
+    with (
+        files_end_at(10_000),
+        pytest.raises(UserError, match=rf"^{tmp_path}: cannot be written: File too large$"),
+        saving(tmp_path),
+    ):
+        save_megatron(tmp_path, learner.chunks, learner.optimizer, learner.scheduler, ckpt_format=ckpt_format)
 
 
 @pytest.mark.parametrize("load", ["load_megatron", "load_weights", "weights_of"])

@@ -16,7 +16,7 @@ from tests.checkpoints.learner import Learner
 from tests.models.plain_megatron import build, parallel_layout
 from tests.tiny import make_model
 from vime.checkpoints import CheckpointStore
-from vime.errors import UserError
+from vime.errors import DamagedFile, UserError
 from vime.models import load_shape
 
 FILE = "mp_rank_00/model_optim_rng.pt"
@@ -113,6 +113,21 @@ class Evil:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, (self.command,)
+
+
+def test_a_file_that_is_cut_off_is_one_line(tmp_path: Path) -> None:
+    from vime.training.checkpoint import load_megatron
+
+    learner = Learner(make_model(tmp_path / "hf"), "--bf16", "--use-distributed-optimizer")
+    folder = saved(tmp_path / "checkpoint", learner)
+    for name in ("mp_rank_00/distrib_optim.pt", FILE):
+        whole = (folder / name).read_bytes()
+        for wrong in (b"", whole[:1000]):
+            (folder / name).write_bytes(wrong)
+            with pytest.raises(DamagedFile, match=rf"^{folder / name}: cannot be read: ") as raised:
+                load_megatron(folder, learner.chunks, learner.optimizer, learner.scheduler)
+            assert "\n" not in str(raised.value)
+        (folder / name).write_bytes(whole)
 
 
 def test_a_checkpoint_of_another_model_is_told(tmp_path: Path) -> None:

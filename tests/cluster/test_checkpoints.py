@@ -71,6 +71,8 @@ async def test_a_failure_in_between_leaves_the_checkpoint_before(tmp_path: Path,
     point = CheckpointStore(tmp_path / "actor").resolve()
     assert point is not None and point.state is not None
     assert point.iteration == 1
+    half = [path for name in ("actor", "critic") for path in (tmp_path / name).glob(".iter_*")]
+    assert half == [], "it would take room that is scarce"
     if own_root:
         own = CheckpointStore(tmp_path / "critic").resolve(point.iteration)
         assert own is not None and own.state is not None

@@ -430,6 +430,17 @@ def test_a_hugging_face_folder_can_be_loaded(flags, model_dir):
     assert said(flags("--load", str(model_dir))) == ()
 
 
+@pytest.mark.parametrize(
+    "flag",
+    ["--save", "--hf-checkpoint", "--ref-load", "--prompt-data", "--critic-save", "--custom-config-path"],
+)
+def test_a_name_that_is_too_long_is_one_line(flags, tmp_path, flag):
+    name = "n" * 300
+    messages = said(flags(flag, str(tmp_path / name)))
+    assert [message for message in messages if name in message]
+    assert all("\n" not in message for message in messages)
+
+
 def test_a_slice_of_a_prompt_file(flags, prompt_file):
     assert parse_config(flags("--prompt-data", f"{prompt_file}@[0:1]")).data.prompt_data == f"{prompt_file}@[0:1]"
 

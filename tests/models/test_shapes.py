@@ -205,6 +205,13 @@ def test_vocabulary_is_padded_to_what_the_ranks_share(vocab_size: int, tp: int, 
     assert shape.padded_vocab_size(tp, divisible_by) == padded
 
 
+@pytest.mark.parametrize("key", ["n_routed_experts", "first_k_dense_replace", "num_nextn_predict_layers"])
+def test_a_number_of_things_that_would_not_end_is_refused(tmp_path: Path, key: str) -> None:
+    config = json.loads((make_model(tmp_path / "model", "deepseek_v3") / "config.json").read_text())
+    with pytest.raises(UserError, match=rf"config.json: '{key}' is 1000000000; no model has more than"):
+        load_shape(write(tmp_path, config | {key: 10**9}))
+
+
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Qwen3-4B: no such folder"):
         load_shape(tmp_path / "Qwen3-4B")
@@ -215,10 +222,17 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
         load_shape(tmp_path)
 
 
-def test_a_broken_config(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": [')
-    with pytest.raises(UserError, match=r"config.json: not valid JSON"):
-        load_shape(tmp_path)
+@pytest.mark.parametrize("text", ['{"architectures": [', '{"a": ' + "[" * 100_000, '{"a": ' + "9" * 5000 + "}"])
+def test_a_broken_config(tmp_path: Path, text: str) -> None:
+    from vime.models.fp8 import block_of
+    from vime.models.remote_code import tokenizer_code
+
+    (tmp_path / "config.json").write_text(text)
+    for read in (load_shape, block_of):
+        with pytest.raises(UserError, match=r"config.json: not valid JSON"):
+            read(tmp_path)
+    (tmp_path / "config.json").rename(tmp_path / "tokenizer_config.json")
+    assert tokenizer_code(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -229,6 +243,12 @@ def test_a_broken_config(tmp_path: Path) -> None:
             "'GPT2LMHeadModel' is not supported; these are: .*LlamaForCausalLM, .*Qwen2",
         ),
         ({"architectures": []}, "must name exactly one architecture"),
+        ({"architectures": 5}, "must name exactly one architecture"),
+        ({"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; no model has more than 2000"),
+        ({"hidden_size": 10**400}, r"'hidden_size' is 1000\d+…; no model has more than 2147483647"),
+        ({"rms_norm_eps": 10**400}, r"'rms_norm_eps' must be a positive number, not 1000\d+…"),
+        ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' must be a positive number, not nan"),
+        ({"rope_scaling": [1]}, "'rope_scaling' must be an object, not [1]"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"num_hidden_layers": "16"}, "'num_hidden_layers' must be a positive integer, not '16'"),
         ({"attention_bias": True}, "attention_bias=True is not supported, only False"),

@@ -16,6 +16,7 @@ import json
 import math
 import pickle
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -33,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from vime.errors import UserError
+from vime.errors import DamagedFile, UserError
 from vime.files import writing
 from vime.models.piecewise import PiecewiseFile
 
@@ -205,19 +206,41 @@ def read_metadata(folder: Path) -> Metadata:
     """What describes a checkpoint's tensors, read so that nothing in it can run code.
 
     Raises:
-        UserError: it has more than that, names files elsewhere, or cannot be read.
+        UserError: it names files elsewhere.
+        DamagedFile: it has more than that, cannot be read, or is of more than there is.
     """
     path = folder / METADATA
     try:
         with open(path, "rb") as file:
             metadata: Metadata = _MetadataUnpickler(file).load()
-        names = {str(info.relative_path) for info in metadata.storage_data.values()}
-    except (OSError, EOFError, AttributeError, TypeError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    outside = sorted(name for name in names if PurePath(name).is_absolute() or ".." in PurePath(name).parts)
+        ends: Counter[str] = Counter()
+        for info in metadata.storage_data.values():
+            ends[str(info.relative_path)] = max(ends[str(info.relative_path)], info.offset + info.length)
+    except UserError as error:
+        raise DamagedFile(f"{path} {error}") from None
+    except Exception as error:  # what damaged bytes raise may be anything
+        raise DamagedFile(f"{path}: cannot be read: {_first_line(error)}") from error
+    outside = sorted(name for name in ends if PurePath(name).is_absolute() or ".." in PurePath(name).parts)
     if outside:
         raise UserError(f"{path} names a file outside of the checkpoint, {outside[0]}; not loaded")
+    _check_lengths(folder, ends)
     return metadata
+
+
+def _check_lengths(folder: Path, ends: Mapping[str, int]) -> None:
+    """Raises DamagedFile unless there is as much of every file as there are tensors said to be in it."""
+    for name, end in sorted(ends.items()):
+        path = folder / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise DamagedFile(f"{path}: cannot be read: {error.strerror}") from error
+        if size < end:
+            raise DamagedFile(f"{path}: ends after {size} bytes, of the {end} that were written")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 class TorchDistReader:
@@ -280,14 +303,18 @@ class TorchDistReader:
         return place.key in self and self.shape(place.key)[: len(place.counts)] == place.counts
 
     def _load(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        info = self._storage[MetadataIndex(key, chunk.offsets)]
+        info = self._storage.get(MetadataIndex(key, chunk.offsets))
+        if info is None:
+            raise DamagedFile(f"{self.folder / METADATA}: does not say where a part of {key} is")
+        path = self.folder / info.relative_path
         try:
-            with open(self.folder / info.relative_path, "rb") as file:
+            with open(path, "rb") as file:
                 view: Any = _create_file_view(file, info.offset, info.length)
                 tensor: Tensor = torch.load(view, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError) as error:
-            raise UserError(f"{self.folder / info.relative_path}: {key} cannot be read: {error}") from error
-        assert tuple(tensor.shape) == tuple(chunk.sizes), (key, tensor.shape, chunk)
+        except Exception as error:  # what damaged bytes raise may be anything
+            raise DamagedFile(f"{path}: {key} cannot be read: {_first_line(error)}") from error
+        if tuple(tensor.shape) != tuple(chunk.sizes):
+            raise DamagedFile(f"{path}: {key} is {list(tensor.shape)} there instead of {list(chunk.sizes)}")
         return tensor
 
 
@@ -334,7 +361,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) in _MEGATRONS:
             return type(name, (_Ignored,), {})
         if name not in _DESCRIPTIONS.get(module, ()):
-            raise UserError(f"a checkpoint's {METADATA} names {module}.{name}, which describes no tensor; not loaded")
+            raise UserError(f"names {module}.{name}, which describes no tensor; not loaded")
         return super().find_class(module, name)
 
 

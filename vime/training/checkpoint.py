@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
@@ -33,12 +34,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from vime.errors import UserError, check_same_model
+from vime.files import read_json_object
 from vime.models.torch_dist import METADATA, fused_norm_name, read_metadata
 from vime.platform.megatron_objects import load_plain_objects
 from vime.training.optimizer_kind import allocate_moments, check_kind, is_distributed
 from vime.training.optimizer_parts import parts_of, plain_values, state_of
 from vime.training.rank_state import layout, model_keys, random_states, set_random_states
-from vime.training.safe_load import safe_load
+from vime.training.safe_load import damaged, safe_load
 from vime.training.torch_checkpoint import is_torch_checkpoint, load_torch, save_torch
 from vime.training.weights_io import unwrap
 
@@ -242,9 +244,13 @@ def _content(directory: Path) -> dict[str, Any]:
     """
     if not all((directory / name).is_file() for name in ("metadata.json", METADATA)):
         raise UserError(f"{directory} is not a Megatron checkpoint, neither in torch_dist nor in torch format")
+    read_json_object(directory / "metadata.json")
     read_metadata(directory)
-    with safe_load(directory):
-        return dist_checkpointing.load_content_metadata(str(directory)) or {}
+    try:
+        with safe_load(directory / "common.pt"):
+            return dist_checkpointing.load_content_metadata(str(directory)) or {}
+    except (CheckpointingException, OSError, RuntimeError, KeyError) as error:
+        raise damaged(directory, error) from error
 
 
 def _read(directory: Path, state: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vime.checkpoints import CRITIC, ResumePoint
+from vime.checkpoints import CRITIC, ResumePoint, older_may_do
 from vime.errors import UserError
 from vime.training.build import build_chunks
 from vime.training.checkpoint import load_weights
@@ -97,7 +97,8 @@ class CriticWorker(ModelWorker[Goal]):
         if given is not None:
             self._load_weights(given, None)
         elif actor is not None:
-            load_weights(actor.directory, self.chunks, optional=(HEAD,))
+            with older_may_do(actor.directory):
+                load_weights(actor.directory, self.chunks, optional=(HEAD,))
         elif checkpoint.load is not None and is_hf_folder(checkpoint.load):
             self._load_weights(checkpoint.load, None)
         else:
@@ -110,7 +111,8 @@ class CriticWorker(ModelWorker[Goal]):
             return
         directory = some_checkpoint(source, ckpt_step).directory
         inside = directory / CRITIC  # of a checkpoint of actor and critic
-        load_weights(inside if inside.is_dir() else directory, self.chunks, optional=(HEAD,))
+        with older_may_do(directory, "--ref-ckpt-step"):
+            load_weights(inside if inside.is_dir() else directory, self.chunks, optional=(HEAD,))
 
 
 def _goal(pack: MicroBatch, advantages_t: Tensor, returns_t: Tensor | None = None) -> Goal:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from vime.checkpoints import CheckpointStore, ResumePoint
+from vime.checkpoints import CheckpointStore, ResumePoint, older_may_do
 from vime.config import Config
 from vime.errors import UserError
 from vime.models import ModelShape, load_shape
@@ -31,6 +31,7 @@ from vime.training.optimizer_kind import forget_moments
 from vime.training.packing import MicroBatch, Packer
 from vime.training.parallel import connect, context_part, disconnect, pack_multiple
 from vime.training.records import StartInfo
+from vime.training.saving import saving
 from vime.training.step import Learner, Objective, gather_parameters
 from vime.types import Role, TokenScores, TrainBatch, TrainResult, TrainStep
 
@@ -187,10 +188,16 @@ class ModelWorker(ABC, Generic[G]):
         self._offloader.onload(part)
 
     def save(self, directory: Path | str) -> None:
-        """Writes Megatron's part of a checkpoint into a folder that ``CheckpointStore.begin`` made."""
+        """Writes Megatron's part of a checkpoint into a folder that ``CheckpointStore.begin`` made.
+
+        Raises:
+            UserError: the disk is full, or does not take it for another reason.
+        """
         self._offloader.arrive()
-        optimizer = None if self.config.checkpoint.no_save_optim else self.optimizer
-        save_megatron(directory, self.chunks, optimizer, self.scheduler, ckpt_format=self.config.checkpoint.ckpt_format)
+        checkpoint = self.config.checkpoint
+        optimizer = None if checkpoint.no_save_optim else self.optimizer
+        with saving(directory):
+            save_megatron(directory, self.chunks, optimizer, self.scheduler, ckpt_format=checkpoint.ckpt_format)
 
     def stop(self) -> None:
         """Leaves the other ranks."""
@@ -203,7 +210,8 @@ class ModelWorker(ABC, Generic[G]):
         self.optimizer = build_optimizer(self.chunks, self.config)
         self.scheduler = build_scheduler(self.optimizer, self.config, total_steps=self._total_steps())
         if resume is not None and not resume.weights_only:
-            load_megatron(resume.directory, self.chunks, self.optimizer, self.scheduler)
+            with older_may_do(resume.directory):
+                load_megatron(resume.directory, self.chunks, self.optimizer, self.scheduler)
         return resume
 
     def _shape(self) -> ModelShape:

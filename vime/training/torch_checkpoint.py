@@ -20,11 +20,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from vime.errors import UserError, check_same_model
+from vime.models.piecewise import PiecewiseFile
 from vime.models.torch_dist import fused_norm_name
 from vime.training.freezing import check_frozen, frozen_names
 from vime.training.optimizer_kind import allocate_moments, check_kind, is_distributed
 from vime.training.rank_state import layout, model_keys, random_states, set_random_states
-from vime.training.safe_load import safe_load
+from vime.training.safe_load import damaged, safe_load
 from vime.training.weights_io import unwrap
 
 __all__ = ["is_torch_checkpoint", "load_torch", "save_torch"]
@@ -76,7 +77,9 @@ def save_torch(directory: Path, model_chunks: Sequence[Any], optimizer: Any | No
         state["opt_param_scheduler"] = scheduler.state_dict()
     folder.mkdir(exist_ok=True)
     if _writes():
-        torch.save(state, folder / FILE)
+        with open(folder / FILE, "wb", buffering=0) as file:
+            pieces: Any = PiecewiseFile(file)  # torch, which opens files in C++, would forget why one is full
+            torch.save(state, pieces)
     if optimizer is not None and is_distributed(optimizer):
         optimizer.save_parameter_state(str(folder / OPTIMIZER_FILE))
     dist.barrier()
@@ -115,7 +118,9 @@ def load_torch(
         allocate_moments(optimizer)
         optimizer.load_state_dict(state["optimizer"])
         if is_distributed(optimizer):
-            optimizer.load_parameter_state(str(directory / _name() / OPTIMIZER_FILE))
+            path = directory / _name() / OPTIMIZER_FILE
+            with safe_load(path):
+                optimizer.load_parameter_state(str(path))
     if scheduler is not None and "opt_param_scheduler" in state:
         scheduler.load_state_dict(state["opt_param_scheduler"])
     if LAYOUT in state:
@@ -165,8 +170,11 @@ def _read(directory: Path, name: str, compared: Sequence[str]) -> dict[str, Any]
 
 
 def _load(path: Path) -> dict[str, Any]:
-    with safe_load(path):
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    try:
+        with safe_load(path):
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, KeyError) as error:
+        raise damaged(path, error) from error
     return state
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from vime.algorithms import whitening
 from vime.algorithms.distillation import distilled, teacher_gap
-from vime.checkpoints import ResumePoint
+from vime.checkpoints import ResumePoint, older_may_do
 from vime.errors import UserError
+from vime.files import writing
 from vime.models import ModelShape
 from vime.models.routes import RouteShape
 from vime.training.build import actor_shape, build_chunks, precision_fields
@@ -41,6 +42,7 @@ from vime.training.packing import MicroBatch, Packer, RankRoutes
 from vime.training.records import Export
 from vime.training.replay import follow, recorded
 from vime.training.sampled_weights import SampledWeights
+from vime.training.saving import saving
 from vime.training.step import Objective
 from vime.training.weight_sets import WeightSets
 from vime.training.weights_io import load_hf_weights, save_hf
@@ -77,9 +79,10 @@ class TrainWorker(ModelWorker[Given]):
         super().save(directory)
         if self.config.algorithm.ref_update_interval is not None:
             place = Path(directory) / REFERENCE
-            place.mkdir(exist_ok=True)
+            with writing(place):
+                place.mkdir(exist_ok=True)
             dist.barrier()
-            with self._weight_sets.use(REFERENCE):
+            with self._weight_sets.use(REFERENCE), saving(place):
                 save_megatron(place, self.chunks, ckpt_format=self.config.checkpoint.ckpt_format)
 
     def export_weights(self, version: WeightVersion | None = None, *, on_device: bool = False) -> Export | None:
@@ -194,27 +197,32 @@ class TrainWorker(ModelWorker[Given]):
             self._sampled = SampledWeights(self._weight_sets, first - 1)
         distillation = self.config.distillation
         if distillation.opd_teacher_load is not None:
-            self._load_weights(distillation.opd_teacher_load, distillation.opd_teacher_ckpt_step)
+            step = distillation.opd_teacher_ckpt_step
+            self._load_weights(distillation.opd_teacher_load, step, "--opd-teacher-ckpt-step")
             self._weight_sets.keep(TEACHER)
         if self.config.algorithm.needs_reference or resume is None:
             changed = None if resume is None else resume.directory / REFERENCE
             if changed is not None and changed.is_dir():
-                load_weights(changed, self.chunks)
+                with older_may_do(changed.parent):
+                    load_weights(changed, self.chunks)
             else:
-                self._load_weights(start, checkpoint.ref_ckpt_step)
+                self._load_weights(start, checkpoint.ref_ckpt_step, "--ref-ckpt-step")
         if self.config.algorithm.needs_reference:
             self._weight_sets.keep(REFERENCE)
         if resume is None and checkpoint.load and is_hf_folder(checkpoint.load):
             load_hf_weights(self.chunks, self.shape, checkpoint.load)
         if resume is not None and resume.weights_only:
-            load_weights(resume.directory, self.chunks)
+            with older_may_do(resume.directory):
+                load_weights(resume.directory, self.chunks)
 
-    def _load_weights(self, source: str, ckpt_step: int | None) -> None:
+    def _load_weights(self, source: str, ckpt_step: int | None, step_flag: str) -> None:
         """From a Hugging Face folder or from the root of a torch_dist checkpoint."""
         if is_hf_folder(source):
             load_hf_weights(self.chunks, self.shape, source)
-        else:
-            load_weights(some_checkpoint(source, ckpt_step).directory, self.chunks)
+            return
+        directory = some_checkpoint(source, ckpt_step).directory
+        with older_may_do(directory, step_flag):
+            load_weights(directory, self.chunks)
 
     def _total_steps(self) -> int:
         """Without those of the rollouts in which only the critic learns."""
