@@ -10,7 +10,7 @@ from tests.tiny import make_tokenizer
 from vime.config import resolve
 from vime.data.chat import PromptEncoder
 from vime.data.jsonl import Keys
-from vime.data.source import PromptSource, encoder_of
+from vime.data.source import PromptSource, check_group_size, encoder_of
 from vime.errors import UserError
 from vime.types import Grade, Sample, Status
 
@@ -214,6 +214,72 @@ def test_another_choice_of_rows_is_refused(write):
     state = source_of(path).state_dict()
     with pytest.raises(UserError, match="1 of its rows are used"):
         source_of(path, max_prompt_len=60).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"seed": 1, "shuffle": True}, {"seed": 2, "shuffle": True}),
+        ({"seed": 1, "shuffle": True}, {"seed": 1}),
+        ({"seed": 1}, {"seed": 1, "shuffle": True}),
+    ],
+)
+def test_an_epoch_that_was_begun_ends_in_its_order_and_the_next_has_that_of_the_flags(write, before, after, caplog):
+    path = write(rows_of(10))
+    first = source_of(path, **before)
+    seen = prompts(first.get_samples(4))
+    resumed = source_of(path, **after)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(f"{path}: epoch 0 goes on in the order in which it began (--")
+    again = source_of(path, **after)  # resumed once more within the epoch
+    again.load_state_dict(json.loads(json.dumps(resumed.state_dict())))
+    assert seen + prompts(again.get_samples(6)) == prompts(source_of(path, **before).get_samples(10))
+    assert prompts(again.get_samples(10)) == prompts(source_of(path, **after).get_samples(20)[10:])
+
+
+def test_between_epochs_another_order_is_no_matter(write, caplog):
+    path = write(rows_of(3))
+    first = source_of(path, seed=1, shuffle=True)
+    first.get_samples(3)
+    resumed = source_of(path, seed=2, shuffle=True)
+    resumed.load_state_dict(first.state_dict())
+    assert prompts(resumed.get_samples(3)) == prompts(source_of(path, seed=2, shuffle=True).get_samples(6)[3:])
+    assert caplog.records == []
+
+
+def test_a_seed_that_orders_nothing_is_no_matter(write, caplog):
+    path = write(rows_of(3))
+    first = source_of(path, seed=1)
+    first.get_samples(1)
+    source_of(path, seed=2).load_state_dict(first.state_dict())
+    assert caplog.records == []
+
+
+def test_a_state_of_an_older_version_is_read(write):
+    path = write(rows_of(5))
+    source = source_of(path, shuffle=True)
+    source.get_samples(2)
+    state = {name: value for name, value in source.state_dict().items() if name not in ("ordering", "n_samples")}
+    resumed = source_of(path, shuffle=True)
+    resumed.load_state_dict(state)
+    check_group_size({"source": state}, 3)
+    assert resumed.get_samples(5) == source.get_samples(5)
+
+
+def test_groups_that_wait_keep_their_size(write):
+    source = source_of(write(rows_of(5)), n_samples=2)
+    check_group_size({"source": source.state_dict()}, 4)  # nothing waits
+    check_group_size({"source": ["a user's own"]}, 4)
+    source.add_samples(source.get_samples(1))
+    state = {"source": source.state_dict(), "rollouts": {"groups": [[], []]}}
+    check_group_size(state, 2)
+    with pytest.raises(UserError) as caught:
+        check_group_size(state, 4)
+    assert str(caught.value) == (
+        "--n-samples-per-prompt 4: 3 unfinished groups of the checkpoint have 2 samples each; give 2, or start anew "
+        "from its weights by --ref-load without --load"
+    )
 
 
 # --- from flags ---------------------------------------------------------------------------------------------

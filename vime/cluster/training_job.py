@@ -14,6 +14,7 @@ from vime.cluster.turns import Turns
 from vime.config import Config
 from vime.config.layouts import Layout
 from vime.data.batching import make_train_batches
+from vime.data.source import check_group_size
 from vime.loop import Schedule
 from vime.models import load_shape
 from vime.ports import Checkpoints, DataSource, Rollouts, Trainer, WeightSync
@@ -80,6 +81,7 @@ class TrainingJob(ABC):
         self._start = info.start_rollout_id
         state = info.state
         if state is not None:
+            check_group_size(state, self._config.rollout.n_samples_per_prompt)
             self._restore_source(state["source"])
         self._state = state or {}
 

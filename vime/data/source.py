@@ -9,9 +9,11 @@ Invariants:
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vime.data import jsonl
@@ -39,6 +41,24 @@ def pop_first(buffer: list[Group], count: int) -> list[Group]:
     taken = buffer[:count]
     del buffer[:count]
     return taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ordering:
+    """What the order of prompts depends on, besides file and epoch."""
+
+    seed: int
+    shuffle: bool
+
+    def of(self, rows: int, epoch: int) -> list[int]:
+        """The rows of one epoch, in the order in which they are drawn."""
+        order = list(range(rows))
+        if self.shuffle:
+            random.Random(self.seed + epoch).shuffle(order)
+        return order
+
+    def __str__(self) -> str:
+        return f"--rollout-shuffle --rollout-seed {self.seed}" if self.shuffle else "--no-rollout-shuffle"
 
 
 class PromptSource:
@@ -97,8 +117,7 @@ class PromptSource:
         self._report(max_prompt_len)
         self._encoder = encoder
         self._n_samples = n_samples
-        self._seed = seed
-        self._shuffle = shuffle
+        self._given = self._ordering = Ordering(seed=seed, shuffle=shuffle)  # as the flags say; of this epoch
         self._buffer_filter = buffer_filter
         self._buffer: list[Group] = []
         self._epoch = self._cursor = self._next_group_index = self._next_index = 0
@@ -167,6 +186,8 @@ class PromptSource:
             "rows": len(self._rows),
             "epoch": self._epoch,
             "cursor": self._cursor,
+            "ordering": dataclasses.asdict(self._ordering),
+            "n_samples": self._n_samples,
             "next_group_index": self._next_group_index,
             "next_index": self._next_index,
             "buffer": [[sample_to_json(sample.copy()) for sample in group] for group in self._buffer],
@@ -182,7 +203,17 @@ class PromptSource:
         self._epoch, self._cursor = state["epoch"], state["cursor"]
         self._next_group_index, self._next_index = state["next_group_index"], state["next_index"]
         self._buffer = [[sample_from_json(record) for record in group] for group in state["buffer"]]
+        self._go_on(Ordering(**state["ordering"]) if "ordering" in state else self._given)  # which older ones lack
         self._order = self._order_of(self._epoch)
+
+    def _go_on(self, begun: Ordering) -> None:
+        """An epoch that was begun ends in its own order: in another, prompts would come twice and others never."""
+        self._ordering = begun if self._cursor else self._given
+        if str(self._ordering) != str(self._given):
+            _log.warning(
+                "%s: epoch %d goes on in the order in which it began (%s); the next one has that of %s",
+                *(self._spec, self._epoch, begun, self._given),
+            )
 
     def _check_same_prompts(self, state: dict[str, Any]) -> None:
         advice = "restore it, or start anew without --load"
@@ -201,7 +232,7 @@ class PromptSource:
         self._next_index += self._n_samples
         self._cursor += 1
         if self._cursor == len(self._rows):
-            self._epoch, self._cursor = self._epoch + 1, 0
+            self._epoch, self._cursor, self._ordering = self._epoch + 1, 0, self._given
             self._order = self._order_of(self._epoch)
         return group
 
@@ -214,16 +245,13 @@ class PromptSource:
                 prompt=copy.deepcopy(prompt),
                 label=row.label,
                 metadata=copy.deepcopy(row.metadata),
-                session_id=f"{self._seed}-{index}",
+                session_id=f"{self._given.seed}-{index}",
             )
             for index in range(first_index, first_index + self._n_samples)
         ]
 
     def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self._rows)))
-        if self._shuffle:
-            random.Random(self._seed + epoch).shuffle(order)
-        return order
+        return self._ordering.of(len(self._rows), epoch)
 
     def _report(self, max_prompt_len: int | None) -> None:
         if self.skipped:
@@ -233,6 +261,27 @@ class PromptSource:
         if not self._rows:
             why = f"all {self.dropped} prompts have over {max_prompt_len} tokens (--rollout-max-prompt-len)"
             raise UserError(f"{self._spec}: {why if self.dropped else 'there are no rows'}")
+
+
+def check_group_size(state: Mapping[str, Any], n_samples: int) -> None:
+    """Groups that wait in a checkpoint have the size of the run that began them.
+
+    Args:
+        state: of the whole checkpoint, with those of data source and sampler.
+
+    Raises:
+        UserError: some wait, and groups have another size now.
+    """
+    source = state.get("source")
+    if not isinstance(source, dict) or "n_samples" not in source:
+        return  # a user's own source, or an older checkpoint
+    waiting = len(source["buffer"]) + len((state.get("rollouts") or {}).get("groups", ()))
+    saved = source["n_samples"]
+    if waiting and saved != n_samples:
+        raise UserError(
+            f"--n-samples-per-prompt {n_samples}: {waiting} unfinished groups of the checkpoint have {saved} samples "
+            f"each; give {saved}, or start anew from its weights by --ref-load without --load"
+        )
 
 
 def fitting_rows(rows: list[Row], encoder: PromptEncoder, max_prompt_len: int) -> list[Row]:
