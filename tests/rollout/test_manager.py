@@ -25,6 +25,7 @@ def make(
     bound=None,
     collect=None,
     source_state=lambda: None,
+    look=lambda rollout_id, groups: None,
     **sampling,
 ):
     generator = generator or FakeGenerator()
@@ -52,8 +53,18 @@ def make(
         bound=bound,
         collect=collect,
         source_state=source_state,
+        look=look,
     )
     return manager, generator, recorder
+
+
+async def test_who_watches_sees_the_graded_groups_of_each_rollout():
+    seen = []
+    manager, _, _ = make(look=lambda rollout_id, groups: seen.append((rollout_id, groups)))
+    await manager.generate(0)
+    ((rollout_id, groups),) = seen
+    assert rollout_id == 0 and [len(group) for group in groups] == [4, 4, 4]
+    assert all(sample.reward is not None for group in groups for sample in group)
 
 
 async def test_a_rollout_has_every_sample_of_every_group_whatever_the_order_of_completion():

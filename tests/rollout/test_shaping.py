@@ -4,7 +4,7 @@ import pytest
 
 from tests.config.conftest import flags, model_dir, prompt_file  # noqa: F401
 from vime.config import parse_config
-from vime.rollout.shaping import shape_rewards
+from vime.rollout.shaping import equal_rewards_cancel, shape_rewards
 from vime.types import Sample
 
 
@@ -24,6 +24,20 @@ def test_grpo_divides_by_the_deviation_unless_told_otherwise(flags):  # noqa: F8
     assert rewards == pytest.approx([0.7071, -0.7071, 0, 0], abs=1e-4)
     for words in (["--disable-grpo-std-normalization"], ["--use-dr-grpo"]):
         assert shaped(flags(*words), [1.0, 0.0, 5.0, 5.0])[1] == [0.5, -0.5, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("words", "cancel"),
+    [
+        ("", True),
+        ("--use-dr-grpo", True),
+        ("--disable-rewards-normalization", False),
+        ("--advantage-estimator reinforce_plus_plus --normalize-advantages", False),
+        ("--overlong-buffer-len 8", False),
+    ],
+)
+def test_equal_rewards_of_a_group_cancel_where_they_are_compared(flags, words, cancel):  # noqa: F811
+    assert equal_rewards_cancel(parse_config(flags(*words.split()))) is cancel
 
 
 def test_children_of_one_sample_have_one_entry_in_the_baseline(flags):  # noqa: F811

@@ -18,6 +18,7 @@ from vime.data.tokenizer import load_tokenizer
 from vime.errors import UserError
 from vime.naming import evaluation_name, rollout_name
 from vime.observe.rollout_metrics import multi_turn_metrics, pass_rates, rollout_metrics
+from vime.observe.signal import SignalWatch
 from vime.plugins import Hook, Hooks, resolve_hooks
 from vime.plugins import rollout as contracts
 from vime.plugins.catalog import load_hook, log_file
@@ -51,7 +52,7 @@ from vime.rollout.openai_endpoint.entry import agent_of
 from vime.rollout.routes import RouteCheck, route_shape
 from vime.rollout.runner import Gate, Generate, Rewarder, Runner
 from vime.rollout.sampling import Collected, InFlight, Judge, Sampler, keep_all, not_failed
-from vime.rollout.shaping import shape_rewards
+from vime.rollout.shaping import equal_rewards_cancel, score_of, shape_rewards
 from vime.rollout.staleness import StalenessBound, WeightHistory, drop_metrics
 from vime.sandbox import SandboxError
 from vime.types import Group, Sample, SamplingParams
@@ -262,6 +263,7 @@ def make_manager(
         sample_filter=sample_filter(removes, args) if removes else None,
         process_all=all_samples_process(processes, args, prompts.source) if processes else None,
         bound=bound,
+        look=SignalWatch(score_of(config), needs_spread=equal_rewards_cancel(config)).look,
         source_state=getattr(prompts.source, "state_dict", lambda: None),
     )
 
@@ -394,7 +396,7 @@ def sampling_params(config: Config) -> SamplingParams:
 
 
 def _rollout_metrics(config: Config, hooks: Hooks, args: Args, history: WeightHistory) -> RolloutMetrics:
-    score = functools.partial(Sample.score, reward_key=config.reward.reward_key)
+    score = score_of(config)
     log = hooks.get(contracts.CUSTOM_ROLLOUT_LOG)
 
     def metrics(rollout_id: int, collected: Collected, seconds: float) -> dict[str, float]:

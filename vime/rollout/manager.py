@@ -43,6 +43,7 @@ class RolloutManager:
         process_all: called afterwards with all groups that were finished, dropped ones too, in the order of their
             prompts.
         bound: how stale samples may be; its history of the engines' weights is told of each sync.
+        look: called with what was collected, which it may tell people of.
         source_state: with ``collect``, whose groups nobody else knows: what a rollout that is begun early starts from,
             and is started from again after a crash.
     """
@@ -65,6 +66,7 @@ class RolloutManager:
         sample_filter: Callable[[list[Group]], None] | None = None,
         process_all: Callable[[int, list[Group]], None] | None = None,
         bound: StalenessBound | None = None,
+        look: Callable[[int, Sequence[Group]], None] = lambda rollout_id, groups: None,
         source_state: Callable[[], Any] = lambda: None,
     ) -> None:
         self._sampler = sampler
@@ -83,6 +85,7 @@ class RolloutManager:
         self._sample_filter = sample_filter
         self._process_all = process_all
         self._bound = bound or StalenessBound()
+        self._look = look
         self._source_state = source_state
         self.source_before: Any = None  # the state of the source before a custom rollout that has begun
         self._ahead: asyncio.Task[tuple[Collected, float]] | None = None
@@ -127,6 +130,7 @@ class RolloutManager:
         groups = collected.groups
         masked = self._bound.mask(groups, rollout_id)
         metrics = self._metrics(rollout_id, collected, seconds) | masked
+        self._look(rollout_id, groups)
         if self._sample_filter is not None:
             self._sample_filter(groups)
         if self._process_all is not None:

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+
 from vime.algorithms.rewards import overlong_penalty
 from vime.config import Config
+from vime.rewards.values import Score
 from vime.rollout.conversion import PostProcess
 from vime.types import Sample
 
-__all__ = ["shape_rewards"]
+__all__ = ["equal_rewards_cancel", "score_of", "shape_rewards"]
+
+
+def score_of(config: Config) -> Score:
+    """Reads the reward of a graded sample."""
+    return functools.partial(Sample.score, reward_key=config.reward.reward_key)
+
+
+def equal_rewards_cancel(config: Config) -> bool:
+    """Whether a group whose answers all have one reward gives advantages of 0: rewards are compared within groups, and
+    nothing else makes a difference between its answers."""
+    algorithm, hooks = config.algorithm, config.hooks
+    return not (
+        not algorithm.estimator.group_relative
+        or algorithm.disable_rewards_normalization
+        or algorithm.overlong_buffer_len is not None
+        or config.distillation.use_opd
+        or hooks.custom_reward_post_process_path is not None
+        or hooks.custom_advantage_function_path is not None
+    )
 
 
 def shape_rewards(config: Config) -> PostProcess:
