@@ -18,7 +18,7 @@ from examples.search_tool import search_tool
 from tests.data.templates import CHATML, tokenizer_with
 from tests.rollout.multi_turn.scripted import Script, ScriptedGenerator, turns
 from vime.config import Args, resolve
-from vime.plugins.answers import generated_samples
+from vime.plugins.answers import Identity, generated_samples
 from vime.types import Sample, Status
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +124,7 @@ async def test_planner_and_executor_are_two_samples_with_one_outcome(
     before = sample.copy()
     children = await multi_agent.generate(args, sample, PARAMS)
     assert sample == before
-    planner, executor = generated_samples(children, 0, 0)
+    planner, executor = generated_samples(children, Identity.of(sample))
     assert (trained(planner, args), trained(executor, args)) == (plan, use + answer)
     assert tokenizer_with(CHATML).decode(executor.tokens).count("Plan: 2 * 3 + 1<|im_end|>") == 1
     assert "tool\n7\n" in executor.response

@@ -15,7 +15,7 @@ import pytest
 from tests.data.templates import CHATML, tokenizer_with
 from tests.rollout.multi_turn.scripted import ScriptedGenerator, turns
 from vime.config import Args, resolve
-from vime.plugins.answers import generated_samples
+from vime.plugins.answers import Identity, generated_samples
 from vime.rewards import registry
 from vime.rollout.openai_endpoint import generate
 from vime.types import Sample, Status
@@ -45,7 +45,7 @@ async def played(folder: Path, *said: str, max_tokens: int = 900) -> tuple[Sampl
     values |= {"generator": ScriptedGenerator(tokenizer, turns(*said))}
     drawn = Sample(index=0, group_index=0, prompt="Write f.", metadata=dict(TASK), session_id="s")
     answer = await generate(Args(values), drawn, {**PARAMS, "max_tokens": max_tokens})
-    (sample,) = generated_samples(answer, 0, 0)
+    (sample,) = generated_samples(answer, Identity.of(drawn))
     response = zip(sample.tokens[sample.prompt_length :], sample.loss_mask or (), strict=True)
     return sample, tokenizer.decode([token for token, bit in response if bit])
 

@@ -201,3 +201,9 @@ def test_a_key_that_is_not_trained_on_may_be_anything():
     score = partial(Sample.score, reward_key="b")
     batch = to_rollout_batch(0, [[sample(0, {"a": math.nan, "b": 1.0})]], lambda s: ([1.0], [1.0]), score=score)
     assert batch.samples[0].loss_mask == (1, 1)
+
+
+def test_two_groups_with_one_index_would_share_a_baseline_and_are_refused():
+    one, two = [sample(0), sample(1)], [sample(2, group_index=0), sample(3, group_index=0)]
+    with pytest.raises(InvalidSample, match="two groups have the group_index 0, that of sample 0 and that of sample 2"):
+        to_rollout_batch(7, [one, two], halve)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vime.plugins.contract import WrongAnswer, shown
+from vime.plugins.filled import read_metadata, read_values
 from vime.types import Group, InvalidSample, Sample, Status
 
 if TYPE_CHECKING:
@@ -20,40 +21,53 @@ EvalData = Mapping[str, Mapping[str, Any]]
 """Name of the set → {"rewards": …, "by_prompt": …, "truncated": …, "samples": …}."""
 
 
-def generated_samples(answer: Any, index: int | None, group_index: int | None) -> list[Sample]:
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a sample keeps, whatever a function makes of it."""
+
+    index: int | None
+    group_index: int | None
+    label: str | None
+
+    @classmethod
+    def of(cls, sample: Sample) -> Identity:
+        return cls(sample.index, sample.group_index, sample.label)
+
+
+def generated_samples(answer: Any, given: Identity, *, vocab_size: int | None = None) -> list[Sample]:
     """What a generate function made of one sample: the sample, or several, which become its children.
 
     Args:
-        index, group_index: of the sample that it got.
+        given: the sample that it got.
+        vocab_size: of the model; None: not known.
     """
     if not isinstance(answer, list):
-        return [generated_sample(answer, index, group_index)]
+        return [generated_sample(answer, given, vocab_size=vocab_size)]
     if not answer:
         raise WrongAnswer("returned an empty list: at least one sample must become of the one that it got")
-    children = [generated_sample(each, index, group_index) for each in answer]
+    children = [generated_sample(each, given, vocab_size=vocab_size) for each in answer]
     if len({id(child) for child in children}) < len(children):
         raise WrongAnswer("returned the same Sample twice in one list; each must be a copy of its own")
     if len(children) > 1:
-        assert index is not None, "what is drawn has an index"
+        assert given.index is not None, "what is drawn has an index"
         for number, child in enumerate(children):
-            child.adopt(index, number)
+            child.adopt(given.index, number)
     return children
 
 
-def generated_sample(answer: Any, index: int | None, group_index: int | None) -> Sample:
+def generated_sample(answer: Any, given: Identity | None = None, *, vocab_size: int | None = None) -> Sample:
     """The sample that a generate function filled.
 
     Args:
-        index, group_index: of the sample that it got; they are the sample's identity.
+        given: the sample that it got; None: not known.
     """
     if not isinstance(answer, Sample):
         raise WrongAnswer(f"must return the Sample or a list of Samples, not {shown(answer)}")
-    if (answer.index, answer.group_index) != (index, group_index):
-        raise WrongAnswer(
-            f"must keep index {index} and group_index {group_index}, not {answer.index} and {answer.group_index}"
-        )
+    if given is not None:
+        _check_identity(answer, given)
     if answer.status is Status.PENDING:
         raise WrongAnswer("must set sample.status to Sample.Status.COMPLETED, TRUNCATED, ABORTED or FAILED")
+    read_values(answer, vocab_size)
     if answer.ended_well and answer.response_length:
         try:
             answer.validate()
@@ -62,6 +76,19 @@ def generated_sample(answer: Any, index: int | None, group_index: int | None) ->
         if answer.response_length == len(answer.tokens):
             raise WrongAnswer("returned a sample without prompt: sample.tokens are prompt and response together")
     return answer
+
+
+def _check_identity(sample: Sample, given: Identity) -> None:
+    found = Identity.of(sample)
+    if (found.index, found.group_index) != (given.index, given.group_index):
+        raise WrongAnswer(
+            f"must keep index {given.index} and group_index {given.group_index}, "
+            f"not {found.index} and {found.group_index}"
+        )
+    if found.label != given.label:
+        raise WrongAnswer(
+            f"must not change sample.label from {shown(given.label)} to {shown(found.label)}: it is what graders read"
+        )
 
 
 def rewards_pair(answer: Any, count: int) -> tuple[list[float], list[float]]:
@@ -75,7 +102,7 @@ def rewards_pair(answer: Any, count: int) -> tuple[list[float], list[float]]:
 
 
 def groups_and_metrics(
-    answer: Any, *, generated: bool = True, multiple: int | None = None
+    answer: Any, *, generated: bool = True, multiple: int | None = None, vocab_size: int | None = None
 ) -> tuple[list[Group], dict[str, float]]:
     """What a rollout function made: groups, or an object that has them as ``samples`` (and ``metrics``).
 
@@ -90,16 +117,32 @@ def groups_and_metrics(
         if not isinstance(sample, Sample):
             raise WrongAnswer(f"returned a group that holds {shown(sample)} instead of a Sample")
         if generated:
-            generated_sample(sample, sample.index, sample.group_index)
+            generated_sample(sample, vocab_size=vocab_size)
         if sample.index is None or sample.group_index is None:
             raise WrongAnswer("returned a sample without index or group_index; those of the data source must be kept")
     indices = [sample.index for group in groups for sample in group]
     if len(set(indices)) != len(indices):
         raise WrongAnswer("returned two samples with the same index")
+    _check_groups(groups)
     drawn = len({sample.origin for group in groups for sample in group})
     if multiple is not None and (not drawn or drawn % multiple):
         raise WrongAnswer(f"returned {drawn} samples, which are no multiple of --global-batch-size {multiple}")
     return groups, metrics_of(getattr(answer, "metrics", None))
+
+
+def _check_groups(groups: Sequence[Group]) -> None:
+    """Groups are told apart by their index: two with one index would share a baseline."""
+    seen: set[int] = set()
+    for number, group in enumerate(groups):
+        found = {index for sample in group if (index := sample.group_index) is not None}
+        if len(found) > 1:
+            raise WrongAnswer(f"returned a group whose samples differ in group_index: {sorted(found)}")
+        if found & seen:
+            raise WrongAnswer(
+                f"returned two groups with the group_index {min(found)}, the second in place {number}; each group must "
+                "have one of its own, unique in the run"
+            )
+        seen |= found
 
 
 def eval_data_and_metrics(answer: Any) -> tuple[EvalData, dict[str, float]]:
@@ -131,9 +174,13 @@ def metrics_of(answer: Any) -> dict[str, float]:
     return {str(name): _number(value, f"metric {name!r}") for name, value in answer.items()}
 
 
-def hooked_sample(answer: Any, sample: Sample) -> Sample:
-    """What a sample hook made of a sample; None: what it did in place."""
-    return generated_sample(sample if answer is None else answer, sample.index, sample.group_index)
+def hooked_sample(answer: Any, sample: Sample, given: Identity, *, vocab_size: int | None = None) -> Sample:
+    """What a sample hook made of a sample; None: what it did in place.
+
+    Args:
+        given: what the sample was.
+    """
+    return generated_sample(sample if answer is None else answer, given, vocab_size=vocab_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,10 +240,10 @@ def new_groups(answer: Any, wanted: int, size: int | None = None) -> list[Group]
                 raise WrongAnswer(f"returned a group that holds {shown(sample)} instead of a Sample")
             if sample.index is None or sample.group_index is None:
                 raise WrongAnswer("must give every sample an index, and every group a group_index, unique in the run")
-        if len({sample.group_index for sample in group}) > 1:
-            raise WrongAnswer("returned a group whose samples differ in group_index")
+            read_metadata(sample)
         if size is not None and len(group) != size:
             raise WrongAnswer(f"returned a group of {len(group)} samples, it must have --n-samples-per-prompt {size}")
+    _check_groups(answer)
     return answer
 
 

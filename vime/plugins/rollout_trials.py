@@ -87,8 +87,9 @@ def try_generate(trial: Trial) -> None:
                 sample = synthetic.fresh_sample(row, index=number, group=number)
                 params = request_params(SamplingParams(max_tokens=max_tokens, seed=1))
                 with trial.case(f"at most {max_tokens} tokens", partial(_fields, sample, IDENTITY)):
+                    given = answers.Identity.of(sample)
                     answer = trial.call(args, sample, dict(params), evaluation=max_tokens == 2)
-                    answers.generated_samples(copy.deepcopy(answer), number, number)  # which names the children
+                    answers.generated_samples(copy.deepcopy(answer), given)  # which names the children
 
 
 def try_rollout(trial: Trial) -> None:
@@ -132,8 +133,9 @@ def try_data_source(trial: Trial) -> None:
 def try_sample_hook(trial: Trial) -> None:
     for name, sample in synthetic.reward_cases(trial):
         with trial.case(name, partial(_fields, sample, IDENTITY)):
+            given = answers.Identity.of(sample)
             answer = trial.call(trial.args, sample, rollout_id=synthetic.ROLLOUT_ID, evaluation=False)
-            answers.hooked_sample(answer, sample)
+            answers.hooked_sample(answer, sample, given)
 
 
 def try_dynamic_filter(trial: Trial) -> None:

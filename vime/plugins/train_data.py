@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vime.plugins.answers import numbers
 from vime.plugins.contract import WrongAnswer, shown
+from vime.plugins.filled import ROUNDING
 from vime.rewards.values import Score, is_graded
 from vime.types import RoutedExperts, Sample, TokenScores, TrainSample
 
@@ -29,7 +31,9 @@ OPTIONAL = (
 )
 
 
-def train_rows(answer: Any, samples: Sequence[Sample], score: Score = Sample.score) -> list[TrainSample]:
+def train_rows(
+    answer: Any, samples: Sequence[Sample], score: Score = Sample.score, *, vocab_size: int | None = None
+) -> list[TrainSample]:
     """One TrainSample a row.
 
     Args:
@@ -40,6 +44,7 @@ def train_rows(answer: Any, samples: Sequence[Sample], score: Score = Sample.sco
             loss mask is all ones; a missing raw reward is the reward. A row may have no response: it keeps its place
             and is not trained on.
         score: reads the reward of a sample.
+        vocab_size: of the model; None: not known.
 
     Raises:
         WrongAnswer: a key, a length or a value is wrong.
@@ -56,6 +61,8 @@ def train_rows(answer: Any, samples: Sequence[Sample], score: Score = Sample.sco
     _complete(columns, "rollout_log_probs")
     _complete(columns, "teacher_log_probs")
     rows = [_row({name: values[i] for name, values in columns.items()}, i) for i in range(count)]
+    for place, row in enumerate(rows):
+        _check_range(row, place, math.inf if vocab_size is None else vocab_size)
     if len({row.index for row in rows}) != count:
         raise WrongAnswer("gave two rows the same sample index")
     return rows
@@ -183,6 +190,19 @@ def _row(row: Mapping[str, Any], place: int) -> TrainSample:
         routed_experts=row.get("rollout_routed_experts"),
         scores=TokenScores(teacher_log_probs=_log_probs(row, "teacher_log_probs", place, length)),
     )
+
+
+def _check_range(row: TrainSample, place: int, vocab_size: float) -> None:
+    if not 0 <= min(row.tokens) <= max(row.tokens) < vocab_size:
+        at, token = next((i, t) for i, t in enumerate(row.tokens) if not 0 <= t < vocab_size)
+        raise WrongAnswer(f"gave tokens[{place}][{at}] = {token}; a token id is from 0 to below {vocab_size}")
+    for name, values in (
+        ("rollout_log_probs", row.rollout_log_probs),
+        ("teacher_log_probs", row.scores.teacher_log_probs),
+    ):
+        if values and max(values) > ROUNDING:
+            at = values.index(max(values))
+            raise WrongAnswer(f"gave {name}[{place}][{at}] = {values[at]:g}; a log-prob is at most 0")
 
 
 def _log_probs(row: Mapping[str, Any], name: str, place: int, length: int) -> tuple[float, ...] | None:

@@ -16,6 +16,7 @@ from vime.data.chat import PromptEncoder
 from vime.data.source import PromptSource, encoder_of, pop_first
 from vime.data.tokenizer import load_tokenizer
 from vime.errors import UserError
+from vime.models import load_shape
 from vime.naming import evaluation_name, rollout_name
 from vime.observe.rollout_metrics import multi_turn_metrics, pass_rates, rollout_metrics
 from vime.observe.signal import SignalWatch
@@ -68,6 +69,7 @@ class Prompts:
     source: DataSource
     eval_sources: tuple[EvalInput, ...]
     max_context: int  # tokens of prompt and response together
+    vocab_size: int | None = None  # of the model; None: not known
 
     def probe_prompt(self) -> list[int]:
         """Token ids of a plain question, for the proof that the engines serve the trainer's weights."""
@@ -125,6 +127,7 @@ def load_prompts(config: Config) -> Prompts:
         source=source,
         eval_sources=load_eval_inputs(config, hooks, tokenizer),
         max_context=max_context,
+        vocab_size=load_shape(checkpoint.hf_checkpoint).vocab_size,
     )
 
 
@@ -235,7 +238,7 @@ def make_manager(
         runner=runner,
         batch_size=config.rollout.rollout_batch_size,
         post_process=_post_process(config, hooks, args),
-        convert=_convert(config, hooks, args),
+        convert=_convert(config, hooks, args, prompts.vocab_size),
         check=_check(config),
         metrics=_rollout_metrics(config, hooks, args, history),
         recorder=recorder,
@@ -256,7 +259,9 @@ def make_manager(
             for each in prompts.eval_sources
         ],
         eval_metrics=_eval_metrics(hooks, args, history),
-        collect=custom_rollout(collect, args, prompts.source, multiple=multiple, timeout_s=deadline)
+        collect=custom_rollout(
+            collect, args, prompts.source, multiple=multiple, timeout_s=deadline, vocab_size=prompts.vocab_size
+        )
         if collect
         else None,
         evaluate=custom_evaluation(evaluate, args, prompts.source, timeout_s=deadline) if evaluate else None,
@@ -285,23 +290,27 @@ def _make_runner(
         custom: the generate function, where it is not the default one; like those of samples it gets ``args``
             with the values that follow.
     """
-    deadline, log = config.sampling.rollout_function_timeout_s, log_file(config)
+    log = log_file(config)
+    limits: dict[str, Any] = {
+        "timeout_s": config.sampling.rollout_function_timeout_s,
+        "vocab_size": prompts.vocab_size,
+    }
     own_args = args.extended(max_context_tokens=max_context, tool_key=tool_key, eval_reward_key=eval_reward_key)
 
     def own(path: str) -> Hook:
         return load_hook(path, "custom_generate_function_path of a sample", contracts.CUSTOM_GENERATE, log)
 
     if custom is not None:
-        usual = custom_generate(custom, own_args, timeout_s=deadline)
+        usual = custom_generate(custom, own_args, **limits)
     else:
         usual = _single_turn(prompts, args, gate, max_context)
     sample_hooks = prompts.hooks.all(contracts.ROLLOUT_SAMPLE_HOOK)
     return Runner(
-        own_generate(usual, own, own_args, timeout_s=deadline),
+        own_generate(usual, own, own_args, **limits),
         rewarder,
         seed=config.data.rollout_seed,
         concurrency=config.engine.vllm_server_concurrency * max(config.cluster.num_engines, 1),
-        hooks=[sample_hook(hook, args, timeout_s=deadline) for hook in sample_hooks],
+        hooks=[sample_hook(hook, args, **limits) for hook in sample_hooks],
         gate=gate,
         masks_continued=config.sampling.mask_offpolicy_in_partial_rollout,
         requeues=config.sampling.max_sample_requeues if config.sampling.use_fault_tolerance else None,
@@ -440,13 +449,13 @@ def _post_process(config: Config, hooks: Hooks, args: Args) -> PostProcess:
     return shape_rewards(config)
 
 
-def _convert(config: Config, hooks: Hooks, args: Args) -> Convert:
+def _convert(config: Config, hooks: Hooks, args: Args, vocab_size: int | None) -> Convert:
     off_policy = config.off_policy
     needing = [name for name in ("use_tis", "use_rollout_logprobs") if getattr(off_policy, name)]
     needs_log_probs = option(needing[0]) if needing else None
     custom = hooks.get(contracts.CUSTOM_CONVERT_SAMPLES)
     if custom is not None:
-        return custom_conversion(custom, args, needs_log_probs)
+        return custom_conversion(custom, args, needs_log_probs, vocab_size=vocab_size)
     return functools.partial(
         to_rollout_batch,
         score=functools.partial(Sample.score, reward_key=config.reward.reward_key),

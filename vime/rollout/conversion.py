@@ -128,7 +128,19 @@ def index_of(sample: Sample) -> int:
 
 
 def in_order(groups: Sequence[Group]) -> list[Sample]:
-    """All samples by index, children in the place of their parent; raises as ``index_of`` does."""
+    """All samples by index, children in the place of their parent.
+
+    Raises:
+        InvalidSample: an index was lost on the way, or two groups have the same, and would share a baseline.
+    """
+    first_of: dict[int | None, Sample] = {}
+    for sample in (group[0] for group in groups if group):
+        other = first_of.setdefault(sample.group_index, sample)
+        if other is not sample and sample.group_index is not None:
+            raise InvalidSample(
+                f"two groups have the group_index {sample.group_index}, that of sample {other.index} and that of "
+                f"sample {sample.index}; the data source must give every group one of its own, unique in the run"
+            )
     return sorted(itertools.chain.from_iterable(groups), key=lambda sample: (sample.origin, index_of(sample)))
 
 
