@@ -326,9 +326,9 @@ def test_debugging_only_one_side(flags):
 
 
 def test_what_this_version_cannot_do_is_refused_even_where_the_flag_is_known(flags):
-    assert said(flags("--save-debug-rollout-data", "{rollout_id}.json", "--debug-rollout-only")) == (
+    assert said(flags("--log-probs-max-tokens-per-gpu", "9", "--debug-rollout-only")) == (
+        "--log-probs-max-tokens-per-gpu 9 is not yet supported by this version",
         "--debug-rollout-only is not yet supported by this version",
-        "--save-debug-rollout-data {rollout_id}.json is not yet supported by this version",
     )
 
 

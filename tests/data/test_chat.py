@@ -95,7 +95,13 @@ def test_a_tokenizer_is_loaded_from_its_folder(tokenizer, tmp_path):
     assert load_tokenizer(tmp_path)(QUESTION)["input_ids"] == tokenizer(QUESTION)["input_ids"]
 
 
-def test_a_folder_without_a_tokenizer_is_a_mistake_told_in_one_line(tmp_path):
-    with pytest.raises(UserError, match="no tokenizer could be loaded") as caught:
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [({}, "there is no tokenizer in it"), ({"tokenizer.json": "{}"}, "no tokenizer could be loaded")],
+)
+def test_a_folder_without_a_tokenizer_is_a_mistake_told_in_one_line(tmp_path, files, message):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message) as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)

@@ -1,15 +1,19 @@
 """Generation and evaluation over fake engines: seeds by identity, bounded concurrency, nothing lost."""
 
+from functools import partial
+
 import pytest
 
 from tests.rollout.fakes import FakeGenerator, FakeRecorder, FakeRewarder, FakeSource
 from vime.errors import UserError
 from vime.observe.metrics import describe
+from vime.rollout.conversion import to_rollout_batch
 from vime.rollout.evaluation import EvalSet
 from vime.rollout.generate import SingleTurn
 from vime.rollout.manager import RolloutManager
 from vime.rollout.runner import Runner
 from vime.rollout.sampling import Sampler
+from vime.rollout.saved import load_groups, save_groups, save_if_possible
 from vime.types import Sample, SamplingParams, Status
 
 PROMPT = [1, 2, 3]
@@ -26,6 +30,7 @@ def make(
     collect=None,
     source_state=lambda: None,
     look=lambda rollout_id, groups: None,
+    save=None,
     **sampling,
 ):
     generator = generator or FakeGenerator()
@@ -54,6 +59,7 @@ def make(
         collect=collect,
         source_state=source_state,
         look=look,
+        save=save,
     )
     return manager, generator, recorder
 
@@ -74,6 +80,39 @@ async def test_a_rollout_has_every_sample_of_every_group_whatever_the_order_of_c
     assert all(s.tokens[:3] == tuple(PROMPT) and len(s.weight_versions) == s.response_length for s in batch.samples)
     assert batch.metrics == {"rollout/groups": 3.0, "rollout/nonfinite_rewards": 0.0}
     assert len(recorder.recorded["rollout-5"]) == 12
+
+
+async def test_a_saved_rollout_makes_the_same_batch_again(tmp_path):
+    template = str(tmp_path / "new" / "rollout_{rollout_id}.json")
+    manager, _, recorder = make(save=partial(save_groups, template))
+    batch = await manager.generate(5)
+    groups = load_groups(template, 5)
+    assert [sample for group in groups for sample in group] == recorder.recorded["rollout-5"]
+    again = to_rollout_batch(5, groups, lambda samples: ([s.score() for s in samples],) * 2)
+    assert again.samples == batch.samples
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["rollout_5.json"]
+
+
+async def test_a_rollout_that_cannot_be_saved_is_told_and_trained(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    template = str(tmp_path / "file" / "{rollout_id}.json")
+    manager, _, _ = make(save=partial(save_if_possible, template))
+    assert len((await manager.generate(5)).samples) == 12
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == (
+        f"--save-debug-rollout-data: {tmp_path}/file/5.json is not written: {tmp_path}/file: cannot be written: Not a "
+        "directory"
+    )
+
+
+def test_a_file_that_is_not_there_and_one_that_holds_something_else_are_told(tmp_path):
+    template = str(tmp_path / "{rollout_id}.json")
+    with pytest.raises(UserError, match=r"1\.json: cannot be read: No such file or directory"):
+        load_groups(template, 1)
+    for content in ('{"a": 1}', "[[", '[{"grade": null}]', "[" * 100_000):
+        (tmp_path / "1.json").write_text("[]\n" + content)
+        with pytest.raises(UserError, match=r"1\.json:2: no group of samples as --save-debug-rollout-data writes it"):
+            load_groups(template, 1)
 
 
 async def test_tokens_depend_on_identity_not_on_concurrency():

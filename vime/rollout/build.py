@@ -53,6 +53,7 @@ from vime.rollout.openai_endpoint.entry import agent_of
 from vime.rollout.routes import RouteCheck, route_shape
 from vime.rollout.runner import Gate, Generate, Rewarder, Runner
 from vime.rollout.sampling import Collected, InFlight, Judge, Sampler, keep_all, not_failed
+from vime.rollout.saved import save_if_possible
 from vime.rollout.shaping import equal_rewards_cancel, score_of, shape_rewards
 from vime.rollout.staleness import StalenessBound, WeightHistory, drop_metrics
 from vime.sandbox import SandboxError
@@ -232,7 +233,7 @@ def make_manager(
     collect, evaluate = hooks.get(contracts.ROLLOUT_FUNCTION), hooks.get(contracts.EVAL_FUNCTION)
     multiple = None if hooks.get(contracts.CUSTOM_CONVERT_SAMPLES) else config.batch.global_batch_size
     removes, processes = hooks.get(contracts.ROLLOUT_SAMPLE_FILTER), hooks.get(contracts.ROLLOUT_ALL_SAMPLES_PROCESS)
-    bound = staleness_bound(config, history)
+    bound, saved = staleness_bound(config, history), config.ops.save_debug_rollout_data
     return RolloutManager(
         sampler=_sampler(config, prompts.source, runner, _judge(config, hooks, args), bound),
         runner=runner,
@@ -266,6 +267,7 @@ def make_manager(
         else None,
         evaluate=custom_evaluation(evaluate, args, prompts.source, timeout_s=deadline) if evaluate else None,
         sample_filter=sample_filter(removes, args) if removes else None,
+        save=functools.partial(save_if_possible, saved) if saved else None,
         process_all=all_samples_process(processes, args, prompts.source) if processes else None,
         bound=bound,
         look=SignalWatch(score_of(config), needs_spread=equal_rewards_cancel(config)).look,

@@ -42,6 +42,7 @@ class RolloutManager:
         check: called with each batch last, in a thread of its own, because it looks at megabytes of each sample.
         process_all: called afterwards with all groups that were finished, dropped ones too, in the order of their
             prompts.
+        save: called with the groups of a rollout as they go into its batch.
         bound: how stale samples may be; its history of the engines' weights is told of each sync.
         look: called with what was collected, which it may tell people of.
         source_state: with ``collect``, whose groups nobody else knows: what a rollout that is begun early starts from,
@@ -65,6 +66,7 @@ class RolloutManager:
         evaluate: Evaluate | None = None,
         sample_filter: Callable[[list[Group]], None] | None = None,
         process_all: Callable[[int, list[Group]], None] | None = None,
+        save: Callable[[int, list[Group]], None] | None = None,
         bound: StalenessBound | None = None,
         look: Callable[[int, Sequence[Group]], None] = lambda rollout_id, groups: None,
         source_state: Callable[[], Any] = lambda: None,
@@ -84,6 +86,7 @@ class RolloutManager:
         self._evaluate = evaluate or self._evaluate_sets
         self._sample_filter = sample_filter
         self._process_all = process_all
+        self._save = save
         self._bound = bound or StalenessBound()
         self._look = look
         self._source_state = source_state
@@ -137,6 +140,8 @@ class RolloutManager:
             finished = groups + [dropped.group for dropped in collected.dropped]
             self._process_all(rollout_id, sorted(finished, key=group_order))
         self._recorder.samples(rollout_id, [sample for group in groups for sample in group])
+        if self._save is not None:
+            self._save(rollout_id, groups)
         batch = self._convert(rollout_id, groups, self._post_process)
         if self._check is not None:
             batch = await asyncio.to_thread(self._check, batch)

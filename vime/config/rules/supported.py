@@ -15,7 +15,6 @@ ONLY: Mapping[str, Any] = {
     "update_weight_mode": "full",
     "debug_rollout_only": False,
     "debug_train_only": False,
-    "save_debug_rollout_data": None,
     "load_debug_rollout_data": None,
 }
 """The one value that each of these flags may have; None: it may not be given."""

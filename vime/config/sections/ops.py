@@ -34,7 +34,9 @@ class Ops:
         "only with load-debug-rollout-data", help="Only train, on --load-debug-rollout-data; no engines."
     )
     save_debug_rollout_data: str | None = flag(
-        None, help="File for each rollout's samples; {rollout_id} is its number."
+        None,
+        help="File for the samples of each rollout with all their fields, as JSON, a line for each group; {rollout_id} "
+        "stands for the number of the rollout.",
     )
     load_debug_rollout_data: str | None = flag(None, help="Train on samples saved before. Implies --debug-train-only.")
     log_multi_turn: bool = flag(

@@ -1,0 +1,66 @@
+"""Whole rollouts in files (``--save-debug-rollout-data``), to look at or to train on again.
+
+One line a group: a JSON list of its samples with all their fields, as ``data.codec`` writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from vime.data.codec import sample_from_json, sample_to_json
+from vime.errors import UserError
+from vime.files import reading, writing
+from vime.types import Group
+
+__all__ = ["load_groups", "path_of", "save_groups", "save_if_possible"]
+
+logger = logging.getLogger(__name__)
+
+
+def path_of(template: str, rollout_id: int) -> Path:
+    return Path(template.replace("{rollout_id}", str(rollout_id)))
+
+
+def save_groups(template: str, rollout_id: int, groups: Sequence[Group]) -> None:
+    """Writes the file of one rollout, whole or not at all.
+
+    Raises:
+        UserError: the file cannot be written, or a sample holds what JSON cannot.
+    """
+    path = path_of(template, rollout_id)
+    unfinished = path.with_name(path.name + ".tmp")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("w", encoding="ascii") as file:
+            file.writelines(json.dumps([sample_to_json(sample) for sample in group]) + "\n" for group in groups)
+        unfinished.replace(path)
+
+
+def save_if_possible(template: str, rollout_id: int, groups: Sequence[Group]) -> None:
+    """The same for runs, which go on without the file: a warning says why."""
+    try:
+        save_groups(template, rollout_id, groups)
+    except UserError as error:
+        logger.warning("--save-debug-rollout-data: %s is not written: %s", path_of(template, rollout_id), error)
+
+
+def load_groups(template: str, rollout_id: int) -> list[Group]:
+    """The groups of one rollout, in the order in which they were saved.
+
+    Raises:
+        UserError: the file cannot be read, or a line of it is no group.
+    """
+    path = path_of(template, rollout_id)
+    with reading(path):
+        lines = path.read_bytes().splitlines()
+    return [_group(f"{path}:{number}", line) for number, line in enumerate(lines, 1)]
+
+
+def _group(where: str, line: bytes) -> Group:
+    try:
+        return [sample_from_json(record) for record in json.loads(line)]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(f"{where}: no group of samples as --save-debug-rollout-data writes it ({error!r})") from None
