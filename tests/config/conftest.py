@@ -37,6 +37,7 @@ def model_dir(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(QWEN3))
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").touch()
     return folder
 
 

@@ -224,6 +224,7 @@ def test_the_example_has_right_flags(tmp_path, name, model):
     (shape,) = [path for path in SHAPES.iterdir() if path.stem.lower() == model.lower()]
     (tmp_path / "config.json").write_text(json.dumps(json.loads(shape.read_text())["config"]))
     (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
     words = ["--asynchronous", "--config", str(ROOT / f"examples/fully_async/{name}.yaml")]
     resolution = resolve([*words, "--hf-checkpoint", str(tmp_path), "--save", str(tmp_path / "save")])
     assert [line for line in resolution.violations if ": no such" not in line] == []

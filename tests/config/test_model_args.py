@@ -224,6 +224,7 @@ def test_a_script_to_run_has_right_flags_for_its_model(tmp_path, script, model, 
     public = json.loads((ROOT / "tests" / "models" / "public_configs" / f"{model}.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(public["config"]))
     (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
     resolution = resolve([*words, "--hf-checkpoint", str(tmp_path)])
     unexpected = [line for line in resolution.violations if ": no such" not in line]
     assert (Path(program).name, unexpected) == ("train.py", [])

@@ -38,6 +38,7 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     config = {key: value for key, value in read(request.param)["config"].items() if key != "quantization_config"}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").touch()
     return folder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 
 import pytest
 
@@ -590,3 +591,24 @@ def test_a_threshold_that_the_policy_of_the_router_does_not_read_is_told(flags):
         "--router-balance-abs-threshold has no effect with --router-policy consistent_hash: only cache_aware reads it",
     )
     assert resolve(flags(*words, "--router-policy", "cache_aware")).warnings == ()
+
+
+@pytest.mark.parametrize("flag", ["--hf-checkpoint", "--ref-load", "--load", "--opd-teacher-load"])
+def test_a_folder_without_the_weights_that_a_run_starts_from_is_told(flags, model_dir, tmp_path, flag):
+    empty = tmp_path / "empty"
+    shutil.copytree(model_dir, empty)
+    (empty / "model.safetensors").unlink()
+    words = flags(flag, str(empty), *(("--use-opd", "--opd-type", "megatron") if "opd" in flag else ()))
+    told = f"{flag} {empty}: neither model.safetensors nor model.safetensors.index.json is there; only safetensors can"
+    assert any(line.startswith(told) for line in resolve(words).violations)
+
+
+def test_engines_start_from_weights_too(flags, model_dir, tmp_path):
+    empty = tmp_path / "empty"
+    shutil.copytree(model_dir, empty)
+    (empty / "model.safetensors").unlink()
+    words = flags("--hf-checkpoint", str(empty), "--ref-load", str(model_dir))
+    assert resolve(words).violations == (
+        f"--hf-checkpoint {empty}: there are no weights in it, which the engines start from",
+    )
+    assert not resolve([*words, "--vllm-load-format", "dummy"]).violations

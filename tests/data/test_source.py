@@ -10,6 +10,7 @@ from tests.tiny import make_tokenizer
 from vime.config import resolve
 from vime.data.chat import PromptEncoder
 from vime.data.jsonl import Keys
+from vime.data.prompt_set import Limit, PromptSet
 from vime.data.source import PromptSource, check_group_size, encoder_of
 from vime.errors import UserError
 from vime.types import Grade, Sample, Status
@@ -31,7 +32,9 @@ def rows_of(count):
 
 def source_of(path, **options):
     encoder = PromptEncoder(make_tokenizer(), apply_chat_template=options.pop("apply_chat_template", False))
-    return PromptSource(path, encoder=encoder, keys=Keys(input="prompt", label="label"), **options)
+    asked = {name: options.pop(name) for name in ("needs_label", "skip_bad_rows", "limit") if name in options}
+    prompts = PromptSet(spec=path, keys=Keys(input="prompt", label="label"), **asked)
+    return PromptSource(prompts, encoder=encoder, **options)
 
 
 def prompts(groups):
@@ -96,14 +99,14 @@ def test_once_each_gives_the_same_groups_each_time_and_moves_nothing(write):
 def test_prompts_that_are_too_long_are_dropped_and_counted(write, caplog):
     long = "1 " * 50
     rows = [{"prompt": "1"}, {"prompt": long}, {"prompt": [{"role": "user", "content": long}]}]
-    source = source_of(write(rows), max_prompt_len=60)
+    source = source_of(write(rows), limit=Limit(60))
     assert (len(source), source.dropped) == (1, 2)
     assert "dropped 2 prompts of over 60 tokens" in caplog.text
 
 
 def test_where_all_are_too_long_nothing_starts(write):
     with pytest.raises(UserError, match="all 2 prompts have over 1 tokens"):
-        source_of(write(rows_of(2)), max_prompt_len=1)
+        source_of(write(rows_of(2)), limit=Limit(1))
 
 
 def test_no_rows_at_all(write):
@@ -213,7 +216,7 @@ def test_another_choice_of_rows_is_refused(write):
     path = write([{"prompt": "1"}, {"prompt": "1 " * 50}])
     state = source_of(path).state_dict()
     with pytest.raises(UserError, match="1 of its rows are used"):
-        source_of(path, max_prompt_len=60).load_state_dict(state)
+        source_of(path, limit=Limit(60)).load_state_dict(state)
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,7 @@ def test_the_flags_of_an_example_are_right_for_its_model(name: str, kind: str, m
     public = json.loads((ROOT / "tests" / "models" / "public_configs" / f"{model}.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(public["config"]))
     (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
     config = ROOT / "examples" / name / f"{kind}.yaml"
     resolution = resolve(["--config", str(config), "--hf-checkpoint", str(tmp_path)])
     assert [line for line in resolution.violations if ": no such" not in line] == []

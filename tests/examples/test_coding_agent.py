@@ -100,6 +100,7 @@ def test_its_flags_are_right_for_its_model(kind: str, model: str, tmp_path: Path
     public = json.loads((ROOT / "tests" / "models" / "public_configs" / f"{model}.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(public["config"]))
     (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
     config = ROOT / "examples" / "coding_agent_rl" / f"{kind}.yaml"
     resolution = resolve(["--config", str(config), "--hf-checkpoint", str(tmp_path)])
     assert [line for line in resolution.violations if ": no such" not in line] == []

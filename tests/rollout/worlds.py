@@ -18,6 +18,7 @@ from typing import Any
 from tests.simulation.clock import VirtualLoop
 from vime.data.chat import PromptEncoder
 from vime.data.jsonl import Keys
+from vime.data.prompt_set import PromptSet
 from vime.data.source import PromptSource
 from vime.errors import EngineError
 from vime.plugins.answers import Kept
@@ -124,7 +125,8 @@ class Driver:
         self.world = world
         keys = Keys(input="prompt", label="label")
         encoder = PromptEncoder(None)
-        self.source = PromptSource(str(prompts), encoder=encoder, keys=keys, n_samples=SIZE, shuffle=True)
+        file = PromptSet(spec=str(prompts), keys=keys)
+        self.source = PromptSource(file, encoder=encoder, n_samples=SIZE, shuffle=True)
         gate = Gate(world)
         single = SingleTurn(gate, lambda prompt: PROMPT, str, max_context=64)
 

@@ -30,6 +30,7 @@ from vime.cluster.weights import GroupWeightSync
 from vime.config import Config, parse_config
 from vime.data.chat import PromptEncoder
 from vime.data.jsonl import Keys
+from vime.data.prompt_set import PromptSet
 from vime.data.source import PromptSource, pop_first
 from vime.loop import Schedule
 from vime.plugins import resolve_hooks
@@ -251,12 +252,15 @@ class Driver:
         }
 
 
+def prompts_of(config: Config) -> PromptSet:
+    return PromptSet(spec=str(config.data.prompt_data), keys=Keys(label="label"))
+
+
 def source_options(config: Config) -> dict[str, Any]:
     own_order = resolve_hooks(config).get(contracts.BUFFER_FILTER)
     return {
         "buffer_filter": buffer_filter(own_order, config.args) if own_order else pop_first,
         "encoder": PromptEncoder(Tokenizer()),
-        "keys": Keys(label="label"),
         "n_samples": config.rollout.n_samples_per_prompt,
         "seed": config.data.rollout_seed,
         "shuffle": config.data.rollout_shuffle,
@@ -266,14 +270,14 @@ def source_options(config: Config) -> dict[str, Any]:
 def make_source(scenario: Scenario) -> PromptSource:
     """The source of a scenario, outside of any world."""
     config = config_of(scenario)
-    return PromptSource(str(config.data.prompt_data), **source_options(config))
+    return PromptSource(prompts_of(config), **source_options(config))
 
 
 class WatchedSource(PromptSource):
     """The real source, and the trace of what it gave and took."""
 
     def __init__(self, world: World, config: Config) -> None:
-        super().__init__(str(config.data.prompt_data), **source_options(config))
+        super().__init__(prompts_of(config), **source_options(config))
         self._world = world
 
     def get_samples(self, n: int) -> list[Group]:
@@ -332,6 +336,7 @@ def _folder() -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "config.json").write_text(json.dumps(MODEL))
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").touch()
     rows = [{"input": "?" * (1 + number % 7), "label": f"prompt {number}"} for number in range(64)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vime.config import Config, help_text, resolve
@@ -23,12 +24,20 @@ def main(argv: Sequence[str]) -> int:
         print(f"usage: vime explain FLAGS [--table | --json]\n\n{__doc__}\nThe flags are those of train.py:\n")
         print(help_text())
         return 0
-    resolution = with_hooks_checked(resolve([word for word in argv if word not in OWN]))
+    resolution = with_data_checked(with_hooks_checked(resolve([word for word in argv if word not in OWN])))
     if "--json" in argv:
         print(json.dumps(as_dict(resolution), indent=2, default=str))
     else:
         show(resolution, table="--table" in argv or not resolution.violations)
     return 1 if resolution.violations else 0
+
+
+def with_data_checked(resolution: Resolution) -> Resolution:
+    """The same, with what the start of a run would refuse of its data."""
+    from vime.rollout.early import data_problems
+
+    problems = data_problems(resolution.config, flags_are_right=not resolution.violations)
+    return replace(resolution, violations=(*resolution.violations, *problems))
 
 
 def as_dict(resolution: Resolution) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from vime.data.jsonl import half_character
+from vime.data.jsonl import NEEDS_TEMPLATE, half_character
 from vime.errors import UserError
 from vime.types import Message
 
@@ -126,10 +126,7 @@ class PromptEncoder:
         """
         if not isinstance(prompt, str):
             if not self._apply:
-                raise UserError(
-                    "the prompt is a list of messages: set --apply-chat-template, or generate by "
-                    "--custom-generate-function-path"
-                )
+                raise UserError(NEEDS_TEMPLATE)
             prompt = self._rendered(prompt, {})
         return next(self._tokenized([prompt]))
 

@@ -28,6 +28,10 @@ MAX_LISTED = 20
 ALIKE = 3
 """How many rows are listed that are bad for one reason; the others are counted."""
 
+NEEDS_TEMPLATE = (
+    "the prompt is a list of messages: set --apply-chat-template, or generate by --custom-generate-function-path"
+)
+
 _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>(-?\d{1,18})?):(?P<stop>(-?\d{1,18})?)\]")
 _BOM = b"\xef\xbb\xbf"
 
@@ -87,6 +91,12 @@ class PromptFile:
                 f"{self.path}: no row has a label under the key {keys.label!r} (--label-key); the first row has "
                 f"{_keys_at(Path(self.path), self.rows[0].line)}"
             )
+
+    def require_texts(self) -> None:
+        """Raises UserError where a prompt is a list of messages."""
+        line = next((row.line for row in self.rows if not isinstance(row.prompt, str)), None)
+        if line is not None:
+            raise UserError(f"{self.path}:{line}: {NEEDS_TEMPLATE}")
 
 
 def require_none(path: str, bad: list[BadRow], total: int) -> None:

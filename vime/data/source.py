@@ -16,12 +16,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vime.data import jsonl
 from vime.data.chat import PromptEncoder
 from vime.data.codec import check_sample, sample_from_json, sample_to_json
-from vime.data.jsonl import Keys, Row
+from vime.data.jsonl import Row
+from vime.data.prompt_set import Limit, PromptSet, prompt_set_of
 from vime.errors import UserError
-from vime.rewards import registry
 from vime.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -67,16 +66,12 @@ class PromptSource:
     Fresh samples have no tokens yet; a continued one has its prompt and what was generated so far.
 
     Args:
-        spec: path of the file, perhaps with a slice.
-        encoder: renders prompts, and measures them where ``max_prompt_len`` is given.
+        prompts: the file, and what is asked of its rows.
+        encoder: renders prompts, and measures them where their length is limited.
         n_samples: size of a group.
         seed: of the order of prompts.
         shuffle: permute the prompts anew in each epoch, by seed + epoch; else the order is the file's.
-        max_prompt_len: longer prompts (in tokens) are dropped.
-        select: instead of that, which rows there are to draw from.
-        needs_label: whether a row without a label is bad.
-        some_label: whether a key of labels must give at least one row a label.
-        skip_bad_rows: leave bad rows out, with a warning, instead of raising.
+        select: instead of that limit, which rows there are to draw from.
         buffer_filter: which groups of the buffer are continued first.
 
     Raises:
@@ -85,36 +80,22 @@ class PromptSource:
 
     def __init__(
         self,
-        spec: str,
+        prompts: PromptSet,
         *,
         encoder: PromptEncoder,
-        keys: Keys,
         n_samples: int = 1,
         seed: int = 42,
         shuffle: bool = False,
-        max_prompt_len: int | None = None,
         select: Selection | None = None,
-        needs_label: bool = False,
-        some_label: bool = False,
-        skip_bad_rows: bool = False,
         buffer_filter: BufferFilter = pop_first,
     ) -> None:
-        file = jsonl.load(spec, keys, needs_label=needs_label)
-        if not skip_bad_rows:
-            file.require_good()
-        if some_label:
-            file.require_labels(keys)
-        self._spec = spec
+        file = prompts.read()
+        self._spec = prompts.spec
         self._digest = file.digest
-        self._rows = file.rows
-        self.skipped = self.dropped = 0
-        if select is not None:
-            self._rows = select(file.rows)
-        elif max_prompt_len is not None:
-            self._rows = fitting_rows(file.rows, encoder, max_prompt_len)
-            self.dropped = len(file.rows) - len(self._rows)
+        self._rows = prompts.fitting(file.rows, encoder) if select is None else select(file.rows)
         self.skipped = len(file.bad)
-        self._report(max_prompt_len)
+        self.dropped = len(file.rows) - len(self._rows) if select is None else 0
+        self._report(prompts.limit)
         self._encoder = encoder
         self._n_samples = n_samples
         self._given = self._ordering = Ordering(seed=seed, shuffle=shuffle)  # as the flags say; of this epoch
@@ -125,27 +106,27 @@ class PromptSource:
 
     @classmethod
     def from_config(
-        cls, config: Config, encoder: PromptEncoder, *, buffer_filter: BufferFilter = pop_first
+        cls,
+        config: Config,
+        encoder: PromptEncoder,
+        *,
+        limit: Limit | None = None,
+        buffer_filter: BufferFilter = pop_first,
     ) -> PromptSource:
         """The source of ``--prompt-data``.
+
+        Args:
+            limit: of its prompts; None: ``--rollout-max-prompt-len``.
 
         Raises:
             UserError: as the constructor, or there is no --prompt-data.
         """
-        data, rm_type = config.data, config.reward.rm_type
-        if data.prompt_data is None:
-            raise UserError("--prompt-data: name a .jsonl file of prompts (or give --data-source-path)")
         return cls(
-            data.prompt_data,
+            prompt_set_of(config, limit),
             encoder=encoder,
-            keys=keys_of(config),
             n_samples=config.rollout.n_samples_per_prompt,
-            seed=data.rollout_seed,
-            shuffle=data.rollout_shuffle,
-            max_prompt_len=data.rollout_max_prompt_len,
-            needs_label=rm_type is not None and registry.needs_label(rm_type) and config.hooks.custom_rm_path is None,
-            some_label=True,
-            skip_bad_rows=data.skip_bad_rows,
+            seed=config.data.rollout_seed,
+            shuffle=config.data.rollout_shuffle,
             buffer_filter=buffer_filter,
         )
 
@@ -253,14 +234,15 @@ class PromptSource:
     def _order_of(self, epoch: int) -> list[int]:
         return self._ordering.of(len(self._rows), epoch)
 
-    def _report(self, max_prompt_len: int | None) -> None:
+    def _report(self, limit: Limit | None) -> None:
         if self.skipped:
             _log.warning("%s: skipped %d bad rows", self._spec, self.skipped)
-        if self.dropped:
-            _log.warning("%s: dropped %d prompts of over %s tokens", self._spec, self.dropped, max_prompt_len)
+        if self.dropped and limit is not None:
+            _log.warning(
+                "%s: dropped %d prompts of over %d tokens (%s)", self._spec, self.dropped, limit.tokens, limit.reason
+            )
         if not self._rows:
-            why = f"all {self.dropped} prompts have over {max_prompt_len} tokens (--rollout-max-prompt-len)"
-            raise UserError(f"{self._spec}: {why if self.dropped else 'there are no rows'}")
+            raise UserError(f"{self._spec}: there are no rows")
 
 
 def check_group_size(state: Mapping[str, Any], n_samples: int) -> None:
@@ -282,18 +264,6 @@ def check_group_size(state: Mapping[str, Any], n_samples: int) -> None:
             f"--n-samples-per-prompt {n_samples}: {waiting} unfinished groups of the checkpoint have {saved} samples "
             f"each; give {saved}, or start anew from its weights by --ref-load without --load"
         )
-
-
-def fitting_rows(rows: list[Row], encoder: PromptEncoder, max_prompt_len: int) -> list[Row]:
-    """The rows whose prompts have at most ``max_prompt_len`` tokens."""
-    lengths = encoder.lengths((row.prompt, row.metadata) for row in rows)
-    return [row for row, length in zip(rows, lengths, strict=True) if length <= max_prompt_len]
-
-
-def keys_of(config: Config) -> Keys:
-    """Where the flags say that rows hold what."""
-    data = config.data
-    return Keys(input=data.input_key, label=data.label_key, metadata=data.metadata_key, tools=data.tool_key)
 
 
 def encoder_of(config: Config, tokenizer: Any) -> PromptEncoder:

@@ -56,7 +56,7 @@ class HfWeights:
         self._block = block_of(hf_dir)
         self._stack = contextlib.ExitStack()
         self._files: dict[str, SafetensorsFile] = {}  # by tensor
-        for path in _weight_files(hf_dir):
+        for path in weight_files(hf_dir):
             file = self._stack.enter_context(SafetensorsFile(path))
             self._files |= dict.fromkeys(file.tensors, file)
         self._scales = {} if self._block is None else self._take_scales()
@@ -309,7 +309,12 @@ def _foreign_file(directory: Path, origin: Path) -> Path | None:
     return None
 
 
-def _weight_files(hf_dir: Path) -> list[Path]:
+def weight_files(hf_dir: Path) -> list[Path]:
+    """The files of a folder's weights.
+
+    Raises:
+        UserError: there are none, or not all.
+    """
     index = hf_dir / INDEX_NAME
     if not index.is_file():
         single = hf_dir / SINGLE_NAME

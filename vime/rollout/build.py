@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ from vime.rollout.hooks import (
     sample_filter,
     sample_hook,
 )
-from vime.rollout.limits import max_context_of
+from vime.rollout.limits import context_limit, prompt_limit
 from vime.rollout.manager import EvalMetrics, RolloutManager, RolloutMetrics
 from vime.rollout.openai_endpoint.entry import agent_of
 from vime.rollout.routes import RouteCheck, route_shape
@@ -108,8 +107,7 @@ def load_prompts(config: Config) -> Prompts:
     hooks = resolve_hooks(config)
     if (config.hooks.custom_generate_function_path or "").replace(":", ".") == GENERATE:
         agent_of(config.agent.agent_function_path, config.agent.agent_command)
-    max_context = max_context_of(config, config.rollout.rollout_max_context_len)
-    config = _with_prompt_limit(config, max_context)
+    context = context_limit(config, config.rollout.rollout_max_context_len)
     checkpoint = config.checkpoint
     tokenizer = load_tokenizer(checkpoint.hf_checkpoint, trust_remote_code=checkpoint.trust_remote_code)
     encoder = encoder_of(config, tokenizer)
@@ -118,7 +116,10 @@ def load_prompts(config: Config) -> Prompts:
         CustomSource(own_source, config.args, _group_size(config, hooks))
         if own_source
         else PromptSource.from_config(
-            config, encoder, buffer_filter=buffer_filter(own_order, config.args) if own_order else pop_first
+            config,
+            encoder,
+            limit=prompt_limit(context, config.data.rollout_max_prompt_len),
+            buffer_filter=buffer_filter(own_order, config.args) if own_order else pop_first,
         )
     )
     return Prompts(
@@ -127,7 +128,7 @@ def load_prompts(config: Config) -> Prompts:
         encoder=encoder,
         source=source,
         eval_sources=load_eval_inputs(config, hooks, tokenizer),
-        max_context=max_context,
+        max_context=context.tokens,
         vocab_size=load_shape(checkpoint.hf_checkpoint).vocab_size,
     )
 
@@ -136,13 +137,6 @@ def _group_size(config: Config, hooks: Hooks) -> int | None:
     """Of the groups of a custom source; functions that make something else of them may want others."""
     free = hooks.get(contracts.ROLLOUT_FUNCTION) or hooks.get(contracts.CUSTOM_CONVERT_SAMPLES)
     return None if free else config.rollout.n_samples_per_prompt
-
-
-def _with_prompt_limit(config: Config, max_context: int) -> Config:
-    """Prompts that leave no room for a response are dropped at the start, with a count, instead of failing later."""
-    limit = max_context - 1
-    wanted = config.data.rollout_max_prompt_len or limit
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, rollout_max_prompt_len=min(wanted, limit)))
 
 
 def make_pool(config: Config) -> GraderProcessPool:

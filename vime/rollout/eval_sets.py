@@ -13,6 +13,7 @@ from typing import Any
 from vime.config import Config
 from vime.config.eval_datasets import EvalDataset, eval_datasets
 from vime.data.jsonl import Keys
+from vime.data.prompt_set import Limit, PromptSet
 from vime.data.source import PromptSource, encoder_of
 from vime.plugins import Hook, Hooks
 from vime.plugins import rollout as contracts
@@ -21,11 +22,11 @@ from vime.plugins.contract import Contract
 from vime.rewards import registry
 from vime.rewards.hub import RewardHub
 from vime.rollout.evaluation import EvalSet
-from vime.rollout.limits import max_context_of
+from vime.rollout.limits import context_limit, prompt_limit
 from vime.rollout.runner import Rewarder, Runner
 from vime.types import Group, Sample, SamplingParams
 
-__all__ = ["EvalInput", "load_eval_inputs", "make_eval_set"]
+__all__ = ["EvalInput", "eval_context", "eval_prompt_set", "load_eval_inputs", "make_eval_set", "with_tool_key"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +50,12 @@ def load_eval_inputs(config: Config, hooks: Hooks, tokenizer: Any) -> tuple[Eval
 
 
 def _load(dataset: EvalDataset, config: Config, hooks: Hooks, tokenizer: Any) -> EvalInput:
-    max_context = max_context_of(config, dataset.max_context_len)
-    limit = max_context - 1  # one token to answer
+    context = eval_context(config, dataset)
     source = PromptSource(
-        dataset.path,
-        encoder=encoder_of(_with_tool_key(config, dataset.tool_key), tokenizer),
-        keys=Keys(
-            input=dataset.input_key, label=dataset.label_key, metadata=dataset.metadata_key, tools=dataset.tool_key
-        ),
+        eval_prompt_set(config, dataset, context),
+        encoder=encoder_of(with_tool_key(config, dataset.tool_key), tokenizer),
         n_samples=dataset.n_samples_per_eval_prompt,
         seed=config.data.rollout_seed,
-        max_prompt_len=min(dataset.max_prompt_len or limit, limit),
-        needs_label=dataset.grader is not None and registry.needs_label(dataset.grader),
-        skip_bad_rows=config.data.skip_bad_rows,
     )
     load = functools.partial(_hook, config=config, hooks=hooks, dataset=dataset)
     return EvalInput(
@@ -69,11 +63,31 @@ def _load(dataset: EvalDataset, config: Config, hooks: Hooks, tokenizer: Any) ->
         source=source,
         custom_rm=load(dataset.custom_rm_path, contracts.CUSTOM_RM),
         custom_generate=load(dataset.custom_generate_function_path, contracts.CUSTOM_GENERATE),
-        max_context=max_context,
+        max_context=context.tokens,
     )
 
 
-def _with_tool_key(config: Config, tool_key: str) -> Config:
+def eval_context(config: Config, dataset: EvalDataset) -> Limit:
+    """Tokens of prompt and response together."""
+    return context_limit(config, dataset.max_context_len, f"max_context_len of the evaluation set {dataset.name}")
+
+
+def eval_prompt_set(config: Config, dataset: EvalDataset, context: Limit) -> PromptSet:
+    """Its file, and what is asked of that."""
+    own_generation = dataset.custom_generate_function_path or config.hooks.eval_function_path
+    return PromptSet(
+        spec=dataset.path,
+        keys=Keys(
+            input=dataset.input_key, label=dataset.label_key, metadata=dataset.metadata_key, tools=dataset.tool_key
+        ),
+        needs_label=dataset.grader is not None and registry.needs_label(dataset.grader),
+        needs_text=not config.data.apply_chat_template and own_generation is None,
+        skip_bad_rows=config.data.skip_bad_rows,
+        limit=prompt_limit(context, dataset.max_prompt_len, f"max_prompt_len of the evaluation set {dataset.name}"),
+    )
+
+
+def with_tool_key(config: Config, tool_key: str) -> Config:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tool_key=tool_key))
 
 

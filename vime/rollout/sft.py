@@ -14,7 +14,8 @@ from vime.data import jsonl
 from vime.data.chat import PromptEncoder
 from vime.data.dialogue import DialogueEncoder, Untrained, dialogue_of
 from vime.data.jsonl import BadRow, Keys, Row
-from vime.data.source import PromptSource, Selection, keys_of
+from vime.data.prompt_set import PromptSet, keys_of
+from vime.data.source import PromptSource, Selection
 from vime.data.tokenizer import load_tokenizer
 from vime.errors import UserError
 from vime.naming import rollout_name
@@ -73,13 +74,11 @@ def load_dialogues(config: Config) -> Dialogues:
             skip_bad_rows=data.skip_bad_rows,
         )
         return PromptSource(
-            path,
+            PromptSet(spec=path, keys=keys, skip_bad_rows=data.skip_bad_rows),
             encoder=plain,
-            keys=keys,
             seed=data.rollout_seed,
             shuffle=shuffle,
             select=select,
-            skip_bad_rows=data.skip_bad_rows,
         )
 
     own_source = hooks.get(contracts.DATA_SOURCE)

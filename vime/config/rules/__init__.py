@@ -20,6 +20,7 @@ from vime.config.rules import (
     sampling,
     sft,
     supported,
+    weights,
 )
 from vime.config.rules.base import Rule, Violation, where_sampled
 
@@ -40,6 +41,7 @@ RULES: tuple[Rule, ...] = (
     *hooks.RULES,
     *agent.RULES,
     *files.RULES,
+    *weights.RULES,
     *model.RULES,
 )
 WARNINGS: tuple[Rule, ...] = (
