@@ -86,7 +86,10 @@ def _may_be_too_long(row: Row, limit: Limit | None) -> bool:
     """Whether its tokens must be counted: a text has at most as many as bytes."""
     if limit is None:
         return False
-    return not isinstance(row.prompt, str) or len(row.prompt.encode()) + MOST_SPECIAL_TOKENS > limit.tokens
+    return (
+        not isinstance(row.prompt, str)
+        or len(row.prompt.encode(errors="surrogatepass")) + MOST_SPECIAL_TOKENS > limit.tokens
+    )
 
 
 def _require_answers(spec: str, rows: list[Row], *, skip_bad_rows: bool) -> None:
