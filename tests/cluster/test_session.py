@@ -6,8 +6,10 @@ import pytest
 
 from tests.tiny import make_model
 from tests.training.harness import config_of
-from vime.cluster.session import OBJECT_STORE_BYTES, Slots, check_devices, object_store_bytes
+from vime.cluster import session
+from vime.cluster.session import OBJECT_STORE_BYTES, Slots, check_devices, check_room, object_store_bytes
 from vime.errors import UserError
+from vime.observe import machine
 
 
 def slots(kind: str) -> Slots:
@@ -22,6 +24,32 @@ def test_accumulating_products_need_a_gpu(tmp_path: Path) -> None:
     check_devices(asked, slots("GPU"))
     check_devices(config_of(model), slots("CPU"))
     check_devices(config_of(model, "--no-gradient-accumulation-fusion"), slots("CPU"))
+
+
+def test_ranks_beyond_cores_are_one_line_and_beyond_memory_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fake are the cluster of one node, and what the machine has."""
+    config = config_of(make_model(tmp_path / "model"), "--actor-num-gpus-per-node", "4")
+    said: list[str] = []
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True}])
+    monkeypatch.setattr(session, "cores", lambda: 2)
+    monkeypatch.setattr(session, "host_bytes", lambda: 8 << 30)
+    check_room(config, slots("CPU"), said.append)
+    assert said == ["warning: 4 training ranks take turns on 2 cores, and start one after the other"]
+    monkeypatch.setattr(session, "host_bytes", lambda: 2 << 30)
+    with pytest.raises(UserError, match=r"^the run needs at least 2\.\d GiB: 4 x 0\.3 .* this machine has 2\.0$"):
+        check_room(config, slots("CPU"), said.append)
+
+
+def test_a_container_has_the_memory_that_it_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(machine, "LIMITS", (str(limit),))
+    whole = machine.host_bytes()
+    limit.write_text("max\n")
+    assert machine.host_bytes() == whole
+    limit.write_text(f"{1 << 30}\n")
+    assert machine.host_bytes() == 1 << 30
 
 
 def test_batches_with_routes_have_the_room_that_ray_would_choose(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.training.harness import config_of
-from vime.config import Config
+from vime.config import Config, resolve
 from vime.config.layouts import Layout
-from vime.config.memory import GIB, TrainerMemory, engine_bytes, shortage, trainer_memory
+from vime.config.memory import GIB, TrainerMemory, crowding, engine_bytes, on_one_machine, shortage, trainer_memory
 from vime.models import ModelShape, load_shape
 
 CONFIGS = Path(__file__).parents[1] / "models" / "public_configs"
@@ -110,9 +110,41 @@ def test_without_offloading_trainer_and_engine_must_fit_together(config: Callabl
 
 def test_on_cpus_all_processes_share_the_machine(config: Callable[..., Config]) -> None:
     assert told(config(), gpu=None, host=32 * 2**30) == (
-        "the run needs at least 74.9 GiB: 1 training ranks of 67.4 GiB (weights 7.5, gradients 15.0, optimizer 45.0) "
-        "and 7.5 GiB of weights for each of 1 engine processes; this machine has 32.0"
+        "the run needs at least 76.3 GiB: 1 x 67.7 for training ranks, each with 67.4 GiB (weights 7.5, "
+        "gradients 15.0, optimizer 45.0); 1 x 8.6 for engine processes, each with 7.5 GiB of weights; this machine "
+        "has 32.0"
     )
+
+
+def test_on_cpus_every_rank_is_counted_and_the_default_number_is_named(tmp_path: Path) -> None:
+    """134.5M parameters of 18 bytes and Python are 2.6 GiB, eight times; engines have 512 MiB for keys and values."""
+    from tests.tiny import make_model
+
+    words = ["--hf-checkpoint", str(make_model(tmp_path / "model", "llama", tied=True)), "--prompt-data", "x.jsonl"]
+    config = resolve([*words, "--colocate", "--rm-type", "f1"]).config
+    found = told(config, "smollm2-135M", gpu=None, host=23 * 2**30)
+    assert found.startswith(
+        "the run needs at least 31.2 GiB: 8 x 2.6 for training ranks, each with 2.3 GiB (weights 0.3"
+    )
+    assert found.endswith(
+        "; 8 x 1.4 for engine processes, each with 0.3 GiB of weights; this machine has 23.0: "
+        "--actor-num-gpus-per-node is 8 where it is not given"
+    )
+    assert crowding(config, 2) == (
+        "8 training ranks take turns on 2 cores, and start one after the other: "
+        "--actor-num-gpus-per-node is 8 where it is not given"
+    )
+    assert crowding(config, 8) is None
+
+
+def test_keys_and_values_of_an_engine_without_a_gpu_are_what_the_flags_say(config: Callable[..., Config]) -> None:
+    def engine(*flags: str) -> float:
+        found = config(*flags)
+        return on_one_machine(found, TrainerMemory(weights=0, gradients=0, optimizer=0), 0)[0] / GIB - 0.9
+
+    assert engine() == pytest.approx(0.5)
+    assert engine("--vllm-kv-cache-memory-bytes", str(4 * 2**30)) == pytest.approx(4)
+    assert engine("--vllm-gpu-memory-utilization", "0.5") == pytest.approx(0), "not known here"
 
 
 @pytest.mark.parametrize("flags", [["--only-train-params-name-list", "final_layernorm"], ["--optimizer-cpu-offload"]])

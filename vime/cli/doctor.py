@@ -5,7 +5,6 @@ With the flags of a run behind it, also whether the run's weights and optimizer 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 from vime.config import Config, megatron_core, parse_config
-from vime.config.memory import needs, shortage
+from vime.config.memory import crowding, needs, on_one_machine, shortage
 from vime.models import load_shape
 from vime.observe.gpu_memory import gpu_bytes
+from vime.observe.machine import cores, host_bytes
 
 BUILD_SENSITIVE = ("torchvision", "torchaudio", "torchcodec")
 """Packages whose usual builds are for CUDA; beside a CPU build of torch they break ``import transformers``."""
@@ -53,8 +53,7 @@ def all_checks() -> Iterator[Check]:
     yield engine_package()
     yield from build_conflicts(installed("torch"))
     yield memory()
-    cores = len(os.sched_getaffinity(0))
-    yield Check(cores >= 1, f"{cores} core{'s' if cores > 1 else ''} for this process")
+    yield Check(True, f"{cores()} core{'s' if cores() > 1 else ''} for this process")
 
 
 def python_version(version: tuple[int, int]) -> Check:
@@ -114,24 +113,27 @@ def build_conflicts(torch: str | None) -> Iterator[Check]:
 
 
 def memory() -> Check:
-    import psutil
-
-    total: int = psutil.virtual_memory().total
+    total = host_bytes()
     text = f"{total / (1 << 30):.1f} GiB of memory"
     return Check(total >= MIN_MEMORY_BYTES, text if total >= MIN_MEMORY_BYTES else f"{text}, at least 4 are needed")
 
 
 def room(config: Config) -> Check:
     """Whether a run fits GPUs like those of this machine or, without any, this machine."""
-    import psutil
-
     shape, gpus = load_shape(config.checkpoint.hf_checkpoint), gpu_bytes("total")
-    gpu, host = (min(gpus), None) if gpus else (None, int(psutil.virtual_memory().total))
+    gpu, host = (min(gpus), None) if gpus else (None, host_bytes())
     told = shortage(config, shape, gpu_bytes=gpu, host_bytes=host)
+    if told is not None:
+        return Check(False, told)
     trainer, engine = needs(config, shape)
-    has = f"of {gpu / (1 << 30):.1f} a GPU" if gpu else f"this machine has {(host or 0) / (1 << 30):.1f}"
-    fits = f"a training rank holds {trainer}, an engine's process {engine / (1 << 30):.1f} of weights; {has}"
-    return Check(told is None, told or fits)
+    if host is None:
+        each = f"a training rank holds {trainer}, an engine's process {engine / (1 << 30):.1f} of weights"
+        return Check(True, f"{each}; of {(gpu or 0) / (1 << 30):.1f} a GPU")
+    crowd = crowding(config, cores())
+    fits = (
+        f"the run needs at least {on_one_machine(config, trainer, engine)[1]}; this machine has {host / (1 << 30):.1f}"
+    )
+    return Check(True, fits + (f"; {crowd}" if crowd else ""))
 
 
 def installed(name: str) -> str | None:

@@ -18,7 +18,7 @@ from vime.cluster.calls import RemoteError
 from vime.cluster.job import Job
 from vime.cluster.memory import PeakMemory
 from vime.cluster.record import Record, open_record, resume_command, with_new_run_dir
-from vime.cluster.session import Slots, check_devices, check_memory, object_store_bytes, ray_session
+from vime.cluster.session import Slots, check_devices, check_room, object_store_bytes, ray_session
 from vime.cluster.sft_job import SftJob
 from vime.cluster.supervision import supervised
 from vime.cluster.training_job import TrainingJob
@@ -61,7 +61,7 @@ async def run(config: Config) -> None:
         with record.report.phase("start"):
             slots = stack.enter_context(ray_session(config.cluster.num_slots, object_store_bytes(config)))
             check_devices(config, slots)
-            check_memory(config, slots)
+            check_room(config, slots, record.report.say)
             stack.enter_context(sigterm_cancels())
             job = make_job(config, data, record, slots)
             stack.push_async_callback(job.stop)

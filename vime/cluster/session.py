@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,10 +12,11 @@ import psutil
 import ray
 
 from vime.config import Config
-from vime.config.memory import shortage
+from vime.config.memory import crowding, shortage
 from vime.errors import UserError
 from vime.models import load_shape
 from vime.observe.gpu_memory import gpu_bytes
+from vime.observe.machine import cores, host_bytes
 
 OBJECT_STORE_BYTES = 512 * 2**20  # batches of token ids are small; Ray's default would take 30 % of the memory
 
@@ -98,16 +99,21 @@ def check_devices(config: Config, slots: Slots) -> None:
         )
 
 
-def check_memory(config: Config, slots: Slots) -> None:
-    """Raises a UserError for a run whose weights and optimizer alone do not fit, as far as this machine can tell.
+def check_room(config: Config, slots: Slots, say: Callable[[str], None]) -> None:
+    """Raises a UserError for a run whose weights and optimizer alone do not fit, as far as this machine can tell, and
+    says where cores are fewer than ranks.
 
     The GPUs of all nodes are taken for those of this one. Several nodes without GPUs are not judged.
     """
-    alone = sum(1 for node in ray.nodes() if node["Alive"]) == 1
+    alone = slots.kind == "CPU" and sum(1 for node in ray.nodes() if node["Alive"]) == 1
     gpus = gpu_bytes("total") if slots.kind == "GPU" else []
-    host = int(psutil.virtual_memory().total) if slots.kind == "CPU" and alone else None
     told = shortage(
-        config, load_shape(config.checkpoint.hf_checkpoint), gpu_bytes=min(gpus) if gpus else None, host_bytes=host
+        config,
+        load_shape(config.checkpoint.hf_checkpoint),
+        gpu_bytes=min(gpus) if gpus else None,
+        host_bytes=host_bytes() if alone else None,
     )
     if told is not None:
         raise UserError(told)
+    if alone and (crowd := crowding(config, cores())) is not None:
+        say(f"warning: {crowd}")

@@ -1,7 +1,7 @@
 """What a run needs at least, by the sizes of its model: enough to refuse what cannot fit before anything starts.
 
-Counted is what stands there all the time. Activations, keys and values, caches and contexts come on top; how much they
-take is only known when the run is there, and is logged then (metrics ``memory/...``).
+Counted is what stands there all the time. Activations, caches and contexts come on top, and on GPUs keys and values;
+how much they take is only known when the run is there, and is logged then (metrics ``memory/...``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vime.config.layouts import Layout
     from vime.models import ModelShape, WeightRule
 
-__all__ = ["TrainerMemory", "engine_bytes", "needs", "shortage", "trainer_memory"]
+__all__ = ["TrainerMemory", "crowding", "engine_bytes", "needs", "on_one_machine", "shortage", "trainer_memory"]
 
 GIB = 2**30
 GRADIENT = 4  # bytes a parameter: gradients add up in float32
@@ -26,6 +26,9 @@ MAIN = 4  # float32 copies of parameters that are narrower
 SMALLER_WEIGHTS = ("quantization", "cpu_offload_gb")
 """Flags of vLLM under which an engine's weights take another space than in the trainer's precision."""
 DEFAULT_UTILIZATION = 0.9  # vLLM's --gpu-memory-utilization
+CPU_KV_CACHE_BYTES = 512 << 20  # of an engine's process without a GPU, unless flags say otherwise
+RANK_PROCESS = 0.3 * GIB  # Python with torch, Megatron and Ray: 0.32 measured
+ENGINE_PROCESS = 0.6 * GIB  # vLLM on a CPU beside weights, keys and values, without what engines share; 0.97 with it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,18 +128,51 @@ def shortage(config: Config, shape: ModelShape, *, gpu_bytes: int | None, host_b
         gpu_bytes: of each GPU; None where slots are CPU processes.
         host_bytes: of the machine on which all processes run; None where there are several, or GPUs.
     """
-    cluster = config.cluster
     trainer, engine = needs(config, shape)
     if gpu_bytes is not None:
         return _shortage_of_gpus(config, trainer, engine, gpu_bytes)
-    needed = trainer.total * cluster.train_world_size + engine * (cluster.rollout_num_gpus or 0)
+    needed, told = on_one_machine(config, trainer, engine)
     if host_bytes is None or needed <= host_bytes:
         return None
+    return f"the run needs at least {told}; this machine has {host_bytes / GIB:.1f}{_unasked(config)}"
+
+
+def crowding(config: Config, cores: int) -> str | None:
+    """That ranks without GPUs are more than the cores of their machine, if they are."""
+    ranks = config.cluster.train_slots
+    if ranks <= cores:
+        return None
     return (
-        f"the run needs at least {needed / GIB:.1f} GiB: {cluster.train_world_size} training ranks of {trainer} and "
-        f"{engine / GIB:.1f} GiB of weights for each of {cluster.rollout_num_gpus} engine processes; this machine has "
-        f"{host_bytes / GIB:.1f}"
+        f"{ranks} training ranks take turns on {cores} core{'s' if cores > 1 else ''}, and start one after the other"
+        + _unasked(config)
     )
+
+
+def _unasked(config: Config) -> str:
+    """Who gave no number of ranks learns where theirs comes from."""
+    if config.origins.get("actor_num_gpus_per_node") != "default":
+        return ""
+    return f": --actor-num-gpus-per-node is {config.cluster.actor_num_gpus_per_node} where it is not given"
+
+
+def on_one_machine(config: Config, trainer: TrainerMemory, engine: float) -> tuple[float, str]:
+    """Bytes that all processes of a run without GPUs hold together, and how they come about."""
+    cluster = config.cluster
+    ranks, engines = cluster.train_world_size, cluster.rollout_num_gpus or 0
+    rank, server = trainer.total + RANK_PROCESS, engine + _keys_and_values(config) + ENGINE_PROCESS
+    needed = rank * ranks + server * engines
+    told = f"{needed / GIB:.1f} GiB: {ranks} x {rank / GIB:.1f} for training ranks, each with {trainer}"
+    if engines:
+        told += f"; {engines} x {server / GIB:.1f} for engine processes, each with {engine / GIB:.1f} GiB of weights"
+    return needed, told
+
+
+def _keys_and_values(config: Config) -> float:
+    """Bytes in an engine's process without a GPU, as far as flags tell them."""
+    asked = config.vllm.get("kv_cache_memory_bytes")
+    if isinstance(asked, int):
+        return asked
+    return 0 if asked is not None or "gpu_memory_utilization" in config.vllm else CPU_KV_CACHE_BYTES
 
 
 def _shortage_of_gpus(config: Config, trainer: TrainerMemory, engine: float, gpu_bytes: int) -> str | None:

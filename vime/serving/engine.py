@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vime.config.foreign import command_words
+from vime.config.memory import CPU_KV_CACHE_BYTES
 from vime.config.vllm_build import is_cpu_build
 from vime.errors import UserError
 from vime.models import load_shape
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 KEEP_ALIVE_S = 3600
-CPU_KV_CACHE_BYTES = 512 << 20
 RECORDING_ON_CPUS = {
     "scheduler_cls": "vime.serving.recording.RecordingScheduler",
     "worker_cls": "vime.serving.recording.RecordingWorker",
