@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ import pytest
 from vime.sandbox import Limits, LocalSandbox, Outcome, SandboxError, local
 from vime.sandbox.jail import _descendants
 from vime.sandbox.local import _end
+from vime.sandbox.types import MOST, MOST_SECONDS
 
 ISOLATIONS = ("namespaces", "user_namespaces", "process")
 SHUT_IN = ISOLATIONS[:2]
@@ -510,10 +512,28 @@ asyncio.run(where.run({{}}, ["sh", "-c", "(setsid sleep 60 &) ; sleep 60; : {mar
         time.sleep(0.05)
     assert len(below) >= 4
     assert not [pid for pid in below if psutil.pid_exists(pid)]
-    if anywhere._isolation != "user_namespaces" or os.geteuid() != 0:  # a watcher that is no longer root leaves it
-        while list(tmp_path.iterdir()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert list(tmp_path.iterdir()) == []
+    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_dies_before_the_watcher_begins_leaves_nothing_either(anywhere, tmp_path):
+    program = f"""
+import asyncio, os, psutil
+from vime.sandbox import *
+async def main():
+    running = asyncio.create_task(LocalSandbox({anywhere._isolation!r}).run({{}}, ["sleep", "60"]))
+    while not psutil.Process().children():
+        await asyncio.sleep(0)
+    os.kill(os.getpid(), 9)
+asyncio.run(main())
+"""
+    open_to_all(tmp_path)
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)}, timeout=60)
+    deadline = time.monotonic() + 20
+    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_cancel_that_comes_while_the_process_is_ended_is_not_lost():
@@ -602,6 +622,122 @@ def test_root_with_less_than_all_capabilities_has_the_next_best(command, chosen)
     assert ("it can reach the network" in ended.stderr) == (chosen == "process")
 
 
-def test_a_limit_that_is_no_positive_number_is_refused():
-    with pytest.raises(ValueError, match="wall_s=0"):
-        Limits(wall_s=0)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("wall_s", value) for value in (0, -1.0, float("nan"), float("inf"), 1e19, True, "5", 10**400)),
+        ("cpu_s", 1e19),
+        *(("memory_bytes", value) for value in (1e9, 0, 1 << 63, True)),
+        *(("disk_bytes", 1 << 70), ("processes", 8.0), ("output_bytes", 1e6), ("files", -1)),
+    ],
+)
+def test_a_limit_that_cannot_be_kept_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"(a whole number|a number) above 0 .* not {name}=") as error:
+        Limits(**{name: value})
+    assert len(str(error.value)) < 200
+
+
+def test_the_largest_limits_hold_anywhere(anywhere):
+    whole = dict.fromkeys(("memory_bytes", "disk_bytes", "files", "processes", "output_bytes"), MOST)
+    assert python(anywhere, "print(1)", wall_s=MOST_SECONDS, cpu_s=MOST_SECONDS, **whole).stdout == "1\n"
+
+
+@pytest.mark.parametrize(("name", "value"), [("memory_bytes", 1e9), ("memory_bytes", 1 << 63), ("cpu_s", 1e30)])
+def test_what_fails_before_the_program_begins_is_the_sandboxs_failure(anywhere, name, value):
+    impossible = limits()
+    object.__setattr__(impossible, name, value)  # as if it had not been checked
+    with pytest.raises(SandboxError, match=r"TypeError|OverflowError"):
+        asyncio.run(anywhere.run({}, ["true"], limits=impossible))
+
+
+@pytest.mark.parametrize(("files", "command"), [({"\ud800": ""}, ["true"]), ({"a\0": ""}, ["true"]), ({}, ["\ud800"])])
+def test_names_and_words_that_the_system_cannot_have_are_refused(files, command):
+    with pytest.raises(ValueError, match=r"half a character|that is text"):
+        asyncio.run(LocalSandbox().run(files, command))
+
+
+def test_a_file_may_have_a_name_that_is_no_unicode_and_a_thousand_parts(anywhere):
+    deep = "a/" * 1000 + "b"
+    files = {os.fsdecode(b"\xff"): "1", deep: "2"}
+    result = asyncio.run(anywhere.run(files, ["sh", "-c", f"cat ./* {deep}"], limits=limits(files=2000)))
+    assert (result.ok or "Is a directory" in result.stderr, result.stdout) == (True, "12")
+
+
+DEEP = """
+import os, time
+for i in range(30):
+    os.mkdir("d" * 200)
+    os.chdir("d" * 200)
+for i in range(12):
+    with open(str(i), "wb") as file:
+        file.write(b"x" * (2 << 20))
+    time.sleep(0.1)
+"""
+
+
+def test_files_count_whose_path_is_too_long_for_the_kernel(anywhere):
+    result = python(anywhere, DEEP, disk_bytes=8 * MIB)
+    assert not result.ok
+    assert result.status is Outcome.DISK or "No space left" in result.stderr
+
+
+NESTED = """
+import os
+for i in range(1010):
+    os.mkdir("d")
+    os.chdir("d")
+os.symlink("/tmp", "link")
+open("file", "w").close()
+for i in range(1010):
+    os.chdir("..")
+    os.chmod("d", 0)
+print("nested")
+"""
+
+
+def test_a_thousand_directories_in_each_other_are_counted_and_removed(anywhere, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    open_to_all(tmp_path)
+    result = python(anywhere, NESTED + "import time\ntime.sleep(0.3)", files=2000)
+    assert (result.status, result.stdout) == (Outcome.EXITED, "nested\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directories_in_each_other_count_as_files():
+    result = python(sandbox("process"), NESTED + "import time\ntime.sleep(5)", files=500)
+    assert result.status is Outcome.DISK
+
+
+def test_what_killed_runs_have_left_is_removed_by_the_next_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    open_to_all(tmp_path)
+    names = ("vime-sandbox-left", "vime-sandbox-held", "vime-sandbox-young", "other-sandbox-left")
+    for name in names:
+        (tmp_path / name / "below").mkdir(parents=True)
+        hours = 0 if "young" in name else 2
+        os.utime(tmp_path / name, times=(time.time() - 3600 * hours,) * 2)
+    (tmp_path / "vime-sandbox-link").symlink_to(tmp_path / "other-sandbox-left")
+    held = os.open(tmp_path / "vime-sandbox-held", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        assert asyncio.run(LocalSandbox("process").run({}, ["true"])).ok
+    finally:
+        os.close(held)
+    assert {each.name for each in tmp_path.iterdir()} == {*names[1:], "vime-sandbox-link"}
+
+
+def test_a_run_holds_its_directory(anywhere, tmp_path, monkeypatch):
+    """So that another that starts meanwhile spares it, however old it is."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(local, "_LEFT_S", -1.0)
+    open_to_all(tmp_path)
+
+    async def main():
+        running = asyncio.create_task(anywhere.run({"a": "1"}, ["sh", "-c", "sleep 1; cat a"], limits=limits()))
+        while not list(tmp_path.iterdir()):  # noqa: ASYNC110  there is no event
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        assert (await LocalSandbox("process").run({}, ["true"])).ok
+        return await running
+
+    assert asyncio.run(main()).stdout == "1"

@@ -210,8 +210,13 @@ def test_the_server_does_not_listen_for_others_without_a_token():
         ({"command": ["ls"], "files": {"/etc/passwd": ""}}, "relative path"),
         ({"command": ["ls"], "files": {"a": 1}}, "a content is a string"),
         ({"command": ["ls"], "limits": {"walls": 1}}, "limits are an object with some of"),
-        ({"command": ["ls"], "limits": {"wall_s": "1"}}, "wall_s is a number"),
-        ({"command": ["ls"], "limits": {"wall_s": -1}}, "positive number"),
+        ({"command": ["ls"], "limits": {"wall_s": "1"}}, "a number above 0 and at most 1,000,000,000, not wall_s='1'"),
+        ({"command": ["ls"], "limits": {"wall_s": -1}}, "not wall_s=-1"),
+        ({"command": ["ls"], "limits": {"wall_s": 10**400}}, "not wall_s=1000"),
+        ({"command": ["ls"], "limits": {"memory_bytes": 10**400}}, "not memory_bytes=1000"),
+        ({"command": ["ls"], "limits": {"memory_bytes": 1.5}}, "a whole number above 0"),
+        ({"command": ["ls"], "limits": {"memory_bytes": float("inf")}}, "a whole number above 0"),
+        ({"command": ["ls"], "limits": {"memory_bytes": True}}, "a whole number above 0"),
         ({"command": ["ls"], "stdin": {"base64": "?"}}, "base64"),
     ],
 )
@@ -219,3 +224,14 @@ def test_a_request_that_is_none_is_refused_with_one_line(request_, message):
     with pytest.raises(ValueError, match=message) as error:
         job_from_json(request_)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("limit", ["9" * 400, "1e400", "-1", "true", "NaN"])
+async def test_the_server_refuses_limits_that_cannot_be_kept(limit):
+    body = '{"command": ["true"], "limits": {"wall_s": %s}}' % limit  # noqa: UP031  braces
+    async with (
+        TestServer(application(LocalSandbox("process"))) as server,
+        aiohttp.ClientSession() as session,
+        session.post(server.make_url("/run"), data=body) as answer,
+    ):
+        assert (answer.status, "not wall_s=" in (await answer.json())["error"]) == (400, True)

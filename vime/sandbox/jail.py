@@ -21,10 +21,11 @@ import json
 import math
 import os
 import resource
-import shutil
 import signal
+import stat
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,9 +41,10 @@ _CAPABILITIES = 64
 
 _POLL_S = 0.05
 _POLL_SHARE = 0.1  # of a core, that watching may take
-_FIRST_USER, _USERS = 50_000, 10_000  # within the 65,536 ids of a container; nobody has an account there
+USERS = range(50_000, 60_000)  # within the 65,536 ids of a container; nobody has an account there
 _USER_INSIDE = 1000  # what the user is called in a user namespace
 _WORK = "sandbox"  # the working directory of the command, below the root of its file system
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -52,14 +54,104 @@ def main(argv: list[str]) -> int:
     """Runs one command and reports how it ended."""
     spec_fd, report_fd = (int(word) for word in argv)
     os.set_inheritable(report_fd, False)
-    with os.fdopen(spec_fd, "rb") as file:
-        spec = json.load(file)
     try:
+        with os.fdopen(spec_fd, "rb") as file:
+            spec = json.load(file)
         _Watcher(spec, report_fd).run()
-    except OSError as error:
-        _report(report_fd, error=f"{error.strerror}" + (f": {error.filename}" if error.filename else ""))
+    except Exception as error:  # whatever it is, the command is not to blame
+        _report(report_fd, error=_words(error))
         return 1
     return 0
+
+
+def remove(directory: str) -> None:
+    """Removes what a command left, however deep it is and also what it made unreadable; nothing behind links.
+
+    Directories are moved to the top and emptied there, one after the other: no path grows too long for the kernel, and
+    neither the stack nor the open files grow with the depth.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    top = _opened(directory)
+    try:
+        waiting = _emptied(top, top)
+        while waiting:
+            name = waiting.pop()
+            folder = _opened(name, top)
+            try:
+                waiting += _emptied(folder, top)
+            finally:
+                os.close(folder)
+            os.rmdir(name, dir_fd=top)
+    finally:
+        os.close(top)
+    os.rmdir(directory)
+
+
+def _emptied(folder: int, top: int) -> list[str]:
+    """Removes the files in a directory, moves the directories in it to the top, and says what they are called there."""
+    moved = []
+    for name in os.listdir(folder):
+        if not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
+            os.unlink(name, dir_fd=folder)
+            continue
+        new = name
+        if folder != top:
+            os.close(_opened(name, folder))  # what may not be written may not be moved
+            new = os.urandom(16).hex()
+            os.rename(name, new, src_dir_fd=folder, dst_dir_fd=top)
+        moved.append(new)
+    return moved
+
+
+def _opened(name: str, parent: int | None = None) -> int:
+    """A directory, which we may change from now on."""
+    try:
+        folder = os.open(name, _FOLDER, dir_fd=parent)
+    except PermissionError:
+        os.chmod(name, stat.S_IRWXU, dir_fd=parent)
+        folder = os.open(name, _FOLDER, dir_fd=parent)
+    os.fchmod(folder, stat.S_IRWXU)
+    return folder
+
+
+def _below(directory: str) -> Iterator[os.stat_result]:
+    """Everything below a directory, however long its path: one open directory goes down and up again. What changes
+    meanwhile may be missed; the next look sees it."""
+    here = os.open(directory, _FOLDER)
+    try:
+        found, waiting = _listed(here)
+        levels = [waiting]
+        yield from found
+        while levels:
+            step = levels[-1].pop() if levels[-1] else ".."
+            if step == "..":
+                levels.pop()
+            with contextlib.suppress(OSError):  # else it is gone
+                there = os.open(step, _FOLDER, dir_fd=here)
+                os.close(here)
+                here = there
+                if step != "..":
+                    found, waiting = _listed(here)
+                    levels.append(waiting)
+                    yield from found
+    finally:
+        os.close(here)
+
+
+def _listed(folder: int) -> tuple[list[os.stat_result], list[str]]:
+    """What is in a directory, and the names of the directories among it."""
+    names: list[str] = []
+    found, folders = [], []
+    with contextlib.suppress(OSError):
+        names = os.listdir(folder)
+    for name in names:
+        with contextlib.suppress(OSError):
+            found.append(os.lstat(name, dir_fd=folder))
+            if stat.S_ISDIR(found[-1].st_mode):
+                folders.append(name)
+    return found, folders
 
 
 class _Watcher:
@@ -68,8 +160,8 @@ class _Watcher:
         self.limits = spec["limits"]
         self.report_fd = report_fd
         self.namespaces = spec["isolation"] != "process"
-        self.was_root = os.geteuid() == 0 and _is_mapped(_FIRST_USER)  # else root in name only: nobody to become
-        self.user = _FIRST_USER + os.getpid() % _USERS if self.was_root else os.geteuid()
+        self.was_root = os.geteuid() == 0 and _is_mapped(USERS[0])  # else root in name only: nobody to become
+        self.user = USERS[os.getpid() % len(USERS)] if self.was_root else os.geteuid()
 
     def run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT})
@@ -82,7 +174,9 @@ class _Watcher:
             _call("unshare", _libc.unshare(_CLONE_NEWPID))
         else:
             _call("prctl", _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
-        _die_with(self.spec["parent"], signal.SIGTERM)
+        if not _told_of_end(self.spec["parent"], signal.SIGTERM):
+            self._clean_up()
+            return
         _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody of the same user may look into us
         watcher = os.getpid()
         child = os.fork()
@@ -93,6 +187,7 @@ class _Watcher:
     def _enter_user_namespace(self) -> None:
         user = self.user
         if self.was_root:
+            os.chown(self.spec["directory"], user, -1)  # to remove it, should it have to
             _become(user)
             _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # else the maps below would belong to root
         group = os.getegid()
@@ -115,13 +210,18 @@ class _Watcher:
                 _die_with(watcher, signal.SIGKILL)
                 self._fill(Path(self.spec["directory"]))
                 self._execute(self.spec["directory"])
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG):
-                _report(self.report_fd, killed="disk")
-            else:
-                name = f": {error.filename}" if error.filename else ""
-                _report(self.report_fd, error=f"{error.strerror}{name}")
+        except BaseException as error:
+            self._report_failure(error)
         os._exit(1)
+
+    def _report_failure(self, error: BaseException) -> None:
+        """What fails before the command begins is no doing of the command."""
+        if isinstance(error, MemoryError):
+            _report(self.report_fd, killed="memory")
+        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG):
+            _report(self.report_fd, killed="disk")
+        else:
+            _report(self.report_fd, error=_words(error))
 
     def _first_process(self) -> NoReturn:
         """Process 1 of the namespace: what we start here ends with us."""
@@ -135,8 +235,9 @@ class _Watcher:
         if command == 0:
             try:
                 self._execute(f"/{_WORK}")
-            finally:
-                os._exit(1)
+            except BaseException as error:
+                self._report_failure(error)
+            os._exit(1)
         while True:
             pid, status, usage = os.wait4(-1, 0)  # orphans of the command become ours
             if pid == command:
@@ -168,12 +269,16 @@ class _Watcher:
         os.chdir("/")
 
     def _fill(self, directory: Path) -> None:
+        made = {directory}
         for name, content in self.spec["files"].items():
             path = directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
+            for parent in reversed(Path(name).parents):  # not by recursion: a name may have a thousand parts
+                (directory / parent).mkdir(exist_ok=True)
+                made.add(directory / parent)
             path.write_bytes(base64.b64decode(content))
+            made.add(path)
         if self.was_root:
-            for path in (directory, *directory.rglob("*")):
+            for path in made:
                 os.chown(path, self.user, self.user)
 
     def _execute(self, directory: str) -> NoReturn:
@@ -237,8 +342,12 @@ class _Watcher:
         # Nobody is left who would clean up. That may be so even if our parent is still the same: the kernel tells us of
         # its end when the first of its threads ends.
         if killed == "stopped" or os.getppid() != self.spec["parent"]:
-            shutil.rmtree(self.spec["directory"], ignore_errors=True)
+            self._clean_up()
         _report(self.report_fd, seconds=seconds, **({"killed": killed} if killed else {}))
+
+    def _clean_up(self) -> None:
+        with contextlib.suppress(OSError):
+            remove(self.spec["directory"])
 
     def _ended(self, child: int) -> bool:
         """Reaps what has ended. True when the child is among it."""
@@ -280,15 +389,12 @@ class _Watcher:
 
     def _disk_is_full(self) -> bool:
         used = count = 0
-        for where, directories, files in os.walk(self.spec["directory"], onerror=None):
-            count += len(directories) + len(files)
-            for name in files:
-                try:
-                    used += os.lstat(os.path.join(where, name)).st_blocks * 512
-                except OSError:
-                    continue
-            if used > self.limits["disk_bytes"] or count > self.limits["files"] + len(self.spec["files"]):
-                return True
+        with contextlib.suppress(OSError):  # it has removed its directory
+            for found in _below(self.spec["directory"]):
+                count += 1
+                used += found.st_blocks * 512 if not stat.S_ISDIR(found.st_mode) else 0
+                if used > self.limits["disk_bytes"] or count > self.limits["files"] + len(self.spec["files"]):
+                    return True
         return False
 
     def _kill_all(self, child: int) -> None:
@@ -397,9 +503,14 @@ def _become(user: int) -> None:
 
 
 def _die_with(parent: int, number: int) -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if os.getppid() != parent:  # it died before we asked
+    if not _told_of_end(parent, number):
         os._exit(1)
+
+
+def _told_of_end(parent: int, number: int) -> bool:
+    """Asks for a signal when our parent dies. False: it died before we asked."""
+    _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    return os.getppid() == parent
 
 
 def _limit(what: int, soft: int, hard: int | None = None) -> None:
@@ -423,6 +534,15 @@ def _call(what: str, result: int) -> None:
     if result != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def _words(error: BaseException) -> str:
+    """One line, short enough for a pipe to take at once."""
+    if isinstance(error, OSError) and error.strerror:
+        words = f"{error.strerror}" + (f": {error.filename}" if error.filename else "")
+    else:
+        words = f"{type(error).__name__}: {error}"
+    return " ".join(words.split())[:500]
 
 
 def _report(fd: int, **record: Any) -> None:

@@ -6,21 +6,22 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
 import logging
 import os
-import shutil
 import signal
-import stat
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias, get_args
 
 from vime.deadlines import not_counted
 from vime.processes import close_pipes, ended
+from vime.sandbox import jail
 from vime.sandbox.types import DEFAULT_LIMITS, Files, Job, Limits, Outcome, Result, SandboxError
 from vime.threads import in_thread
 
@@ -34,8 +35,9 @@ Isolation: TypeAlias = Literal["namespaces", "user_namespaces", "process"]
 * ``process``: limits and another user where we are root; files that everybody may read and the network are open.
 """
 
-_JAIL = Path(__file__).with_name("jail.py")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives", "/etc/ld.so.cache")
+_PREFIX = "vime-sandbox-"
+_LEFT_S = 3600.0  # for which a directory that nobody holds has not been changed, until it is taken for left
 _START_S = 30.0  # beyond the wall-clock limit, until we no longer believe in the watcher's own clock
 _GRACE_S = 5.0  # for the watcher to kill what it watches
 _CHUNK = 1 << 16
@@ -66,6 +68,7 @@ class LocalSandbox:
         self._environment = {**_environment(), **(environment or {})}
         self._slots = asyncio.Semaphore(concurrency or os.cpu_count() or 1)
         self._choosing = asyncio.Lock()
+        self._swept = False
 
     async def run(
         self, files: Files, command: Sequence[str], stdin: str | bytes = "", limits: Limits = DEFAULT_LIMITS
@@ -87,6 +90,9 @@ class LocalSandbox:
             SandboxError: not even a process can be started.
         """
         async with self._choosing:
+            if not self._swept:
+                self._swept = True
+                await in_thread(_sweep, name="sandbox-sweep")
             if self._isolation is None:
                 self._isolation = await self._strongest()
             return self._isolation
@@ -114,12 +120,16 @@ class LocalSandbox:
         return isolation
 
     async def _run(self, isolation: Isolation, job: Job) -> Result:
-        directory = tempfile.mkdtemp(prefix="vime-sandbox-")
+        try:
+            directory, held = _claimed()
+        except OSError as error:
+            raise SandboxError(f"cannot make a directory: {error}") from error
         try:
             return await self._run_in(directory, isolation, job)
         except OSError as error:
             raise SandboxError(f"cannot start a process: {error}") from error
         finally:
+            os.close(held)
             await in_thread(functools.partial(_remove, directory), name="sandbox-remove")
 
     async def _run_in(self, directory: str, isolation: Isolation, job: Job) -> Result:
@@ -140,7 +150,7 @@ class LocalSandbox:
             stack.callback(os.close, reports)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *[sys.executable, "-I", "-S", str(_JAIL), str(spec_file.fileno()), str(reporting)],
+                    *[sys.executable, "-I", "-S", jail.__file__, str(spec_file.fileno()), str(reporting)],
                     stdin=stdin,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
@@ -236,19 +246,48 @@ def _filled(stack: contextlib.ExitStack, content: bytes) -> IO[bytes]:
     return file
 
 
+def _claimed() -> tuple[str, int]:
+    """A new directory, and the open file whose lock says that somebody uses it."""
+    directory = tempfile.mkdtemp(prefix=_PREFIX)
+    held = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    return directory, held
+
+
+def _sweep() -> None:
+    """Removes the directories of runs that were killed together with their watchers, where we may."""
+    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            if entry.name.startswith(_PREFIX) and _is_left(entry.path):
+                _remove(entry.path)
+
+
+def _is_left(directory: str) -> bool:
+    """Whether nobody uses it: whoever does holds a lock, which the kernel takes away when a process is gone. Lately
+    changed ones are spared: a watcher may outlive the holder of the lock for a while."""
+    try:
+        found = os.lstat(directory)
+        ours = found.st_uid == os.geteuid() or (os.geteuid() == 0 and found.st_uid in jail.USERS)
+        if not ours or time.time() - found.st_mtime < _LEFT_S:
+            return False
+        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(folder)
+    except OSError:
+        return False
+    return True
+
+
 def _remove(directory: str) -> None:
-    """Removes what the code left, also what it made unreadable."""
-
-    def retry(function: Any, path: str, _: Any) -> None:
-        with contextlib.suppress(OSError):
-            if path != directory:  # whose parent is not ours
-                os.chmod(os.path.dirname(path), stat.S_IRWXU)
-            os.chmod(path, stat.S_IRWXU)
-            function(path)
-
-    shutil.rmtree(directory, onerror=retry)
-    if os.path.lexists(directory):
-        shutil.rmtree(directory, ignore_errors=True)
+    """Removes what the code left."""
+    try:
+        jail.remove(directory)
+    except FileNotFoundError:
+        pass  # the watcher was faster
+    except OSError as error:
+        logger.warning("sandbox: %s is left, it cannot be removed: %s", directory, error)
 
 
 @functools.cache

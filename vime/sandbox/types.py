@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-import math
+import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
 from typing import Protocol, TypeAlias
 
@@ -41,11 +41,20 @@ class Limits:
     output_bytes: int = 1 << 20  # of standard output, and as much of standard error
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"a limit of a sandbox is a positive number, not {name}={value}")
+        """Raises ValueError for what the kernel cannot be given."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            is_whole = each.type == "int"
+            kind, most = ("a whole number", MOST) if is_whole else ("a number", MOST_SECONDS)
+            if type(value) not in ((int,) if is_whole else (int, float)) or not 0 < value <= most:
+                given = f"{each.name}={reprlib.repr(value)}"
+                raise ValueError(f"a limit of a sandbox is {kind} above 0 and at most {most:,}, not {given}")
 
+
+MOST = 1 << 50
+"""Of bytes, files, processes: beyond it calls of the kernel overflow."""
+
+MOST_SECONDS = 1_000_000_000
 
 DEFAULT_LIMITS = Limits()
 
@@ -93,17 +102,26 @@ class Job:
         """Raises ValueError where a path leaves the directory or there is no command."""
         if not command or isinstance(command, str):
             raise ValueError(f"the command of a sandbox is a list of at least one word, not {command!r}")
-        if any("\0" in word for word in command):
-            raise ValueError("a word of a command holds a zero byte")
+        for word in command:
+            if not _can_be_passed(word):
+                raise ValueError(f"a word of a command holds a zero byte or half a character: {reprlib.repr(word)}")
         contents = {_checked(path): _encoded(content) for path, content in files.items()}
         return cls(contents, list(command), _encoded(stdin), limits)
 
 
 def _checked(path: str) -> str:
     parts = PurePosixPath(path)
-    if parts.is_absolute() or ".." in parts.parts or not parts.parts or "\0" in path:
-        raise ValueError(f"a file of a sandbox has a relative path without '..', not {path!r}")
+    if parts.is_absolute() or ".." in parts.parts or not parts.parts or not _can_be_passed(path):
+        raise ValueError(f"a file of a sandbox has a relative path without '..' that is text, not {reprlib.repr(path)}")
     return str(parts)
+
+
+def _can_be_passed(text: str) -> bool:
+    """Whether it can be a name or a word of a command. Bytes that are no UTF-8 can, as ``os.fsdecode`` shows them."""
+    try:
+        return b"\0" not in text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        return False
 
 
 def _encoded(text: str | bytes) -> bytes:

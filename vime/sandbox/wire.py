@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import math
 from typing import Any
 
 from vime.sandbox.types import Job, Limits, Outcome, Result
@@ -37,11 +36,12 @@ def limits_from_json(record: Any) -> Limits:
     """Limits of which any may be left out. Raises ValueError for an unknown name or a value that is none."""
     if not isinstance(record, dict) or set(record) - _LIMITS:
         raise ValueError(f"limits are an object with some of {sorted(_LIMITS)}, not {record!r}")
-    for name, value in record.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"the limit {name} is a number, not {value!r}")
-    given: dict[str, Any] = {name: int(value) if name in _WHOLE else float(value) for name, value in record.items()}
-    return Limits(**given)
+    return Limits(**{name: _limit(name, value) for name, value in record.items()})
+
+
+def _limit(name: str, value: Any) -> Any:
+    """JSON has one kind of numbers: 512.0 is 512."""
+    return int(value) if name in _WHOLE and isinstance(value, float) and value.is_integer() else value
 
 
 def result_to_json(result: Result) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def result_from_json(record: Any) -> Result:
             exit_code=None if record["exit_code"] is None else int(record["exit_code"]),
             seconds=float(record["seconds"]),
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
