@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from vime.config.catalog import lookup, own_targets
+from vime.config.catalog import lookup, own_targets, suggestion
 from vime.config.foreign import manifest
 from vime.config.foreign.sglang import INSTEAD
+from vime.config.foreign.usual import USUAL
 from vime.config.unimplemented import UNIMPLEMENTED, refusal
 from vime.errors import UserError
 
@@ -55,6 +56,15 @@ def test_fields_of_megatron_that_have_a_flag_of_ours_set_ours():
     shared = set(manifest("megatron")) & set(own_targets())
     assert {"lr", "tensor-model-parallel-size", "recompute-granularity", "clip-grad"} <= shared
     assert all(lookup(name).store == "vime" for name in shared)
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_usual_names_of_others_are_no_flags_and_stand_for_flags_of_ours(name):
+    with pytest.raises(UserError):
+        lookup(name)
+    assert suggestion(name) == f"; did you mean {' or '.join(f'--{each}' for each in USUAL[name])}?"
+    for meant in USUAL[name]:
+        assert lookup(meant)
 
 
 @pytest.mark.parametrize("name", INSTEAD.values())

@@ -12,7 +12,8 @@ from tests.simulation.clock import TICK
 from tests.simulation.engines import MEMORY_GIB, FakeEngine, Request
 from tests.simulation.scenario import Faults
 from tests.simulation.world import World
-from vime.serving.control import GENERATE, EngineControl
+from vime.serving.answers import GENERATE
+from vime.serving.control import EngineControl
 from vime.serving.http import EngineError, HttpServer, Late, Refused, Unreachable
 
 LATENCY_S = 4 * TICK  # of a request on its way

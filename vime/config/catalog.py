@@ -12,6 +12,7 @@ from vime.config.foreign import Program, manifest
 from vime.config.foreign.megatron_lm import ALIASES
 from vime.config.foreign.owned import why_owned
 from vime.config.foreign.sglang import advice
+from vime.config.foreign.usual import USUAL
 from vime.config.kinds import STR, Kind, Words
 from vime.config.unimplemented import UNIMPLEMENTED, refusal
 from vime.errors import UserError
@@ -101,10 +102,30 @@ def _passed_through(program: Program, name: str, inner: str, negative: bool) -> 
     return Target(store=program, key=flag.dest, kind=flag.value_kind, present=not negative)
 
 
-def suggestion(name: str) -> str:
-    """ "; did you mean --x?" or nothing."""
-    near = difflib.get_close_matches(name, all_names(), n=1, cutoff=0.75)
-    return f"; did you mean --{near[0]}?" if near else ""
+LIKENESS = 0.75
+"""How alike a known name must be."""
+OURS = 0.1
+"""How much more alike a flag that is passed through must be: users seldom mean one."""
+
+
+def suggestion(name: str, dashes: str = "--") -> str:
+    """ "; did you mean --x?", or --x or --y, or nothing. Usual names elsewhere, also misspelt ones, stand for ours."""
+    name = name.lower().replace("_", "-")
+    near = {each: difflib.SequenceMatcher(None, each, name).ratio() for each in _near(name)}
+    if not near:
+        return ""
+    ours = {*own_targets(), *UNIMPLEMENTED, *USUAL}
+    best = max(near, key=lambda each: near[each] + (OURS if each in ours else 0))
+    meant = USUAL.get(best, (best,))
+    return f"; did you mean {' or '.join(dashes + each for each in meant)}?"
+
+
+def _near(name: str) -> list[str]:
+    """The nearest names, of ours and of all."""
+    ours = [*own_targets(), *UNIMPLEMENTED, *USUAL]
+    return [
+        near for names in (ours, all_names()) for near in difflib.get_close_matches(name, names, n=1, cutoff=LIKENESS)
+    ]
 
 
 @functools.cache

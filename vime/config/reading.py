@@ -106,8 +106,8 @@ def yaml_flags(path: str, errors: list[str]) -> Iterator[Given]:
         try:
             target = lookup(name)
         except UserError as error:
-            known = str(error) if "unknown" not in str(error) else f"unknown key {key!r}{suggestion(name)}"
-            errors.append(f"{where}: {known.replace('did you mean --', 'did you mean ')}")
+            known = str(error) if "unknown" not in str(error) else f"unknown key {key!r}{suggestion(name, dashes='')}"
+            errors.append(f"{where}: {known}")
             continue
         yield Given(target=target, raw=raw, written=f"{where}: {key}", origin=where)
 
