@@ -6,12 +6,13 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from vime.errors import DamagedFile, UserError
 
-__all__ = ["cannot_write", "read_json_object", "reading", "reason", "refusal_behind", "writing"]
+__all__ = ["append_whole", "cannot_write", "read_json_object", "reading", "reason", "refusal_behind", "writing"]
 
 
 @contextmanager
@@ -60,6 +61,22 @@ def _named(error: OSError) -> str | None:
 def reason(error: OSError) -> str:
     """What the system said. Of a folder that cannot be made because a file has its name it says that this exists."""
     return "Not a directory" if isinstance(error, FileExistsError) else error.strerror or str(error)
+
+
+def append_whole(file: FileIO, data: bytes) -> None:
+    """Writes at the end of a file without a buffer: all, or nothing where the disk does not take all of it.
+
+    Raises:
+        OSError: it was nothing.
+    """
+    start = file.seek(0, os.SEEK_END)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        file.truncate(start)
+        raise
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -88,6 +88,18 @@ def test_two_runs_do_not_share_a_folder(config_with, tmp_path):
         pass
 
 
+def test_two_runs_do_not_write_versions_of_weights_to_one_folder(config_with, tmp_path):
+    first, second = config_with(f"{tmp_path}/a"), config_with(f"{tmp_path}/b")
+    disk = replace(first.engine, update_weight_transport="disk", update_weight_disk_dir=f"{tmp_path}/versions")
+    told = r"^--update-weight-disk-dir .*/versions: another run writes there"
+    with (
+        own_folders(replace(first, engine=disk)),
+        pytest.raises(UserError, match=told),
+        own_folders(replace(second, engine=disk)),
+    ):
+        pass
+
+
 def test_a_second_run_touches_nothing_of_the_first(config_with, tmp_path):
     config = config_with(f"{tmp_path}/run")
     config = replace(config, ops=replace(config.ops, run_dir=f"{tmp_path}/run"))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import Run
+from vime.folder_lock import LOCK
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -81,8 +82,8 @@ def test_weights_go_over_a_disk_and_a_function_sees_each_version(flags: list[str
         run.assert_nothing_is_left()
     rows = [row for row in run.rows() if "train/loss" in row]
     assert [row["rollout/weight_version/max"] for row in rows] == [1, 2]
-    last = next(versions.iterdir())
-    assert [path.name for path in versions.iterdir()] == ["version_0000003"], "the others are gone, hidden ones too"
+    last = versions / "version_0000003"
+    assert {path.name for path in versions.iterdir()} == {LOCK, last.name}, "the others are gone, hidden ones too"
     written = [line.split() for line in (save / "written.txt").read_text().splitlines()]
     sizes = {path.name: path.stat().st_size for path in last.iterdir()}
     assert written == [[name, str(sizes[name])] for name in sorted(sizes)] * 3

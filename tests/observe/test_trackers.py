@@ -6,6 +6,7 @@ import sys
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.disk import files_end_at
 from vime.errors import UserError
 from vime.observe import trackers
 from vime.observe.trackers import TensorBoard, WandB, trackers_for
@@ -35,6 +36,23 @@ def test_a_resumed_curve_has_no_doubled_points(tmp_path):
     second.log({"train/loss": 20.0}, rollout_id=2, step=2)
     second.close()
     assert curve(tmp_path, "train/loss") == [(0, 0.0), (1, 1.0), (2, 20.0)]
+
+
+def test_a_full_disk_costs_only_the_points_for_which_there_was_no_room(tmp_path):
+    board = TensorBoard(tmp_path)
+    board.log({"train/loss": 0.5}, rollout_id=0, step=1)
+    (file,) = tmp_path.iterdir()
+    with files_end_at(file.stat().st_size + 20), pytest.raises(OSError, match="File too large"):
+        board.log({"train/loss": 0.4}, rollout_id=0, step=2)
+    board.log({"train/loss": 0.3}, rollout_id=0, step=3)
+    board.close()
+    assert curve(tmp_path, "train/loss") == [(1, 0.5), (3, pytest.approx(0.3))]
+
+
+def test_a_folder_of_tensorboard_that_cannot_be_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/board: cannot be written: Not a directory$"):
+        TensorBoard(tmp_path / "file" / "board")
 
 
 def test_tensorboard_needs_neither_torch_nor_tensorflow(tmp_path):

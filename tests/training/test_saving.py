@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,16 +33,20 @@ def test_what_torch_raises_for_a_file_that_it_opened_itself(tmp_path: Path) -> N
     with (
         files_end_at(2000),
         pytest.raises(
-            UserError, match=rf"^{tmp_path}: cannot be written: [\d,]+ bytes are free there \(.*unexpected pos"
+            UserError, match=rf"^{tmp_path}: cannot be written: [\d,]+ bytes are free there, but \(.*unexpected pos"
         ),
         saving(tmp_path),
     ):
         torch.save(TENSOR, tmp_path / "state.pt")
 
 
-def test_what_another_rank_raised_and_only_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("free", "why"), [(4096, "No space left on device"), (5_000_000, "5,000,000 bytes are free")])
+def test_what_another_rank_raised_and_only_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, why: str
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     told = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
-    with pytest.raises(UserError, match="bytes are free there"), saving(tmp_path):
+    with pytest.raises(UserError, match=rf"^{tmp_path}: cannot be written: {why}.* unexpected pos"), saving(tmp_path):
         raise CheckpointException("save", {1: (told, None)})  # type: ignore[dict-item]
 
 

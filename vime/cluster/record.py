@@ -124,9 +124,12 @@ def own_folders(config: Config) -> Iterator[None]:
         UserError: a run, or a process that saves, is there; or a folder cannot be written.
     """
     roots = {"--save": config.checkpoint.save, "--critic-save": config.critic.critic_save}
+    folders = roots | {"--run-dir": config.ops.run_dir}
+    if config.engine.update_weight_transport == "disk":
+        folders["--update-weight-disk-dir"] = config.engine.update_weight_disk_dir
     with ExitStack() as stack:
         seen = set()
-        for flag, folder in (roots | {"--run-dir": config.ops.run_dir}).items():
+        for flag, folder in folders.items():
             if folder is not None and (place := Path(folder).resolve()) not in seen:
                 seen.add(place)
                 stack.enter_context(locked(folder, flag))

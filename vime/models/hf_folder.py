@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vime.errors import UserError
-from vime.files import read_json_object, writing
+from vime.files import read_json_object, reading, writing
 from vime.models.family import export_map, hf_tensors, is_carried, weight_map
 from vime.models.fp8 import SCALE_SUFFIX, block_of, dequantised
 from vime.models.rules import HfTensor, WeightRule
@@ -282,6 +282,11 @@ def bytes_of(tensor: HfTensor, dtype: str) -> int:
 
 def check_replaceable(directory: Path, origin: Path) -> None:
     """Raises a UserError unless a model may be written to ``directory``: nothing is there but a model, if anything."""
+    with reading(directory):
+        _check_replaceable(directory, origin)
+
+
+def _check_replaceable(directory: Path, origin: Path) -> None:
     if directory.resolve() == origin.resolve():
         raise UserError(f"{directory}: is the original model's folder; write to another one")
     if directory.is_file():

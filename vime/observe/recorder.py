@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.errors import UserError
-from vime.files import writing
+from vime.files import append_whole, writing
 from vime.observe.metrics import split_finite
 from vime.observe.trackers import Tracker
 from vime.types import Sample
@@ -73,7 +73,7 @@ class RunRecorder:
         with writing(self.metrics_path):
             if self._metrics is None:
                 self._metrics = self._start_afresh()
-            _append(self._metrics, json.dumps(row).encode() + b"\n")
+            append_whole(self._metrics, json.dumps(row).encode() + b"\n")
         for tracker in self._trackers:
             self._guarded(tracker, partial(tracker.log, finite, rollout_id=rollout_id, step=step))
 
@@ -133,7 +133,7 @@ class RunRecorder:
             metrics.truncate(metrics.tell() - len(rows.pop()))
             self._report(f"warning: {torn}, was not written to its end and is dropped")
         elif rows and not rows[-1].endswith(b"\n"):
-            _append(metrics, b"\n")
+            append_whole(metrics, b"\n")
         step = _step_of(rows[-1]) if rows else -1
         if step is None:
             raise UserError(f"{self.metrics_path}: row {len(rows)} is damaged; remove what is wrong, or the whole file")
@@ -160,18 +160,6 @@ def _step_of(row: bytes) -> int | None:
         return int(json.loads(row)["step"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
-
-
-def _append(file: FileIO, row: bytes) -> None:
-    """Writes a row at the end, or nothing of it."""
-    start = file.seek(0, os.SEEK_END)
-    try:
-        rest = memoryview(row)
-        while rest:
-            rest = rest[file.write(rest) :]
-    except OSError:
-        file.truncate(start)
-        raise
 
 
 def _write_whole(path: Path, lines: Iterable[str]) -> None:

@@ -6,13 +6,18 @@ asked for and cannot have at all (wandb that is not installed) is an error, at t
 
 from __future__ import annotations
 
+import itertools
 import os
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vime.errors import UserError
+from vime.files import append_whole, writing
 
 if TYPE_CHECKING:
     from vime.config.sections.ops import Ops
@@ -40,31 +45,53 @@ class Tracker(Protocol):
 class TensorBoard:
     """Writes event files. The x axis is the optimizer step for all curves, so that they can be laid over each other.
 
-    Uses tensorboard's own writer: neither TensorFlow nor torch is loaded for it.
+    Uses tensorboard's own records: neither TensorFlow nor torch is loaded for it. Its writer of files is left out: that
+    has a thread, whose traceback would fill the screen when the disk is full, and leaves parts of records behind.
+
+    Raises:
+        UserError: there can be no file in ``directory``.
     """
 
     name = "TensorBoard"
 
     def __init__(self, directory: Path | str) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
-        self._writer: Any = EventFileWriter(str(directory))
+        with writing(directory):
+            self._file = _new_event_file(Path(directory))
+            self._records: Any = RecordWriter(self)
+            self._add(self._events.Event(wall_time=_now(), file_version="brain.Event:2"))
+
+    def write(self, record: bytes) -> None:
+        """For tensorboard, to which this is the file."""
+        append_whole(self._file, record)
 
     def resume(self, step: int) -> None:
         start = self._events.SessionLog(status=self._events.SessionLog.START)
-        self._writer.add_event(self._events.Event(step=step, session_log=start))
+        self._add(self._events.Event(step=step, session_log=start))
 
     def log(self, metrics: Mapping[str, float], *, rollout_id: int, step: int) -> None:
         values = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        event = self._events.Event(step=step, wall_time=_now(), summary=self._summaries.Summary(value=values))
-        self._writer.add_event(event)
-        self._writer.flush()
+        self._add(self._events.Event(step=step, wall_time=_now(), summary=self._summaries.Summary(value=values)))
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
+
+    def _add(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+
+
+def _new_event_file(directory: Path) -> FileIO:
+    """Named as tensorboard expects it: later files continue earlier ones."""
+    directory.mkdir(parents=True, exist_ok=True)
+    stem = f"events.out.tfevents.{int(_now()):010d}.{socket.gethostname()}.{os.getpid()}"
+    for number in itertools.count():
+        with suppress(FileExistsError):
+            return open(directory / f"{stem}.{number}", "xb", buffering=0)
+    raise AssertionError("numbers do not end")
 
 
 class WandB:
@@ -136,7 +163,8 @@ def trackers_for(ops: Ops, config: Mapping[str, Any]) -> list[Tracker]:
     trackers: list[Tracker] = [TensorBoard(ops.tensorboard_dir)]
     if ops.use_wandb:
         directory = ops.wandb_dir or ops.run_dir
-        os.makedirs(directory, exist_ok=True)
+        with writing(directory):
+            os.makedirs(directory, exist_ok=True)
         options = {
             "project": ops.wandb_project,
             "group": ops.wandb_group,

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vime.errors import UserError
+from vime.files import writing
 
 GUARD = Path(__file__).with_name("guard.py")
 GRACE_S = 5.0  # from SIGTERM to SIGKILL; a server of ours has nothing to save
@@ -28,18 +29,23 @@ class ServerProcess:
         name: how messages call it.
         log: file that takes what it prints; an older one is replaced.
         environment: variables to set on top of this process's own.
+
+    Raises:
+        UserError: ``log`` cannot be written.
     """
 
     def __init__(self, name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> None:
         self.name = name
         self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
+        with writing(log):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            output = log.open("wb")  # noqa: SIM115  closed once the guard has it
         read, write = os.pipe()
         self._report = open(read, "rb", buffering=0)  # noqa: SIM115  lives as long as this object
         self._status: int | None = None
         self._reading = threading.Lock()
         arguments = [str(os.getpid()), str(GRACE_S), str(write)]
-        with log.open("wb") as output, open(write, "wb"):
+        with output, open(write, "wb"):
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(GUARD), *arguments, *command],
                 pass_fds=[write],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -15,7 +15,9 @@ from vime.files import cannot_write, refusal_behind
 __all__ = ["saving"]
 
 _TORCHS = ("inline_container.cc", "PytorchStreamWriter", "iostream error")
-"""torch's writer in C++ says that something is not as long as it should be, and forgets why."""
+"""torch's writer in C++ says that something is not as long as it should be, and forgets why. Of errors of other ranks,
+only copies come."""
+_FULL = 1 << 20  # free bytes: what did not find room is still there
 
 
 @contextmanager
@@ -47,8 +49,13 @@ def _told(directory: Path | str, error: BaseException) -> UserError | None:
         return cannot_write(directory, refused)
     if not any(name in str(error) for name in _TORCHS):
         return None
-    free = "an unknown number of"
-    with suppress(OSError):
-        free = f"{shutil.disk_usage(directory).free:,}"
-    last = str(error).strip().splitlines()[0]
-    return UserError(f"{directory}: cannot be written: {free} bytes are free there ({last})")
+    free = _free_bytes(directory)
+    full = "No space left on device" if free < _FULL else f"{free:,} bytes are free there, but"
+    return UserError(f"{directory}: cannot be written: {full} ({str(error).strip().splitlines()[0]})")
+
+
+def _free_bytes(directory: Path | str) -> int:
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return 0
