@@ -53,8 +53,7 @@ def test_there_is_nothing_to_resume_without_save(monkeypatch, config_with):
     assert command is not None and command.endswith("python train.py --load run --num-rollout 6 --critic-load critic")
 
 
-def test_runs_of_the_same_second_have_folders_of_their_own(config_with, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_runs_of_the_same_second_have_folders_of_their_own(config_with, tmp_path):
     config = config_with(None)
     started = config.ops.run_dir
     made = [with_new_run_dir(config).ops for _ in range(3)]
@@ -63,8 +62,7 @@ def test_runs_of_the_same_second_have_folders_of_their_own(config_with, monkeypa
     assert all((tmp_path / ops.run_dir).is_dir() for ops in made)
 
 
-def test_a_folder_that_the_flags_name_is_taken_as_it_is(config_with, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_that_the_flags_name_is_taken_as_it_is(config_with, tmp_path):
     (tmp_path / "run").mkdir()
     saving, named = config_with("run"), config_with(None)
     named = replace(
@@ -102,7 +100,6 @@ def test_two_runs_do_not_write_versions_of_weights_to_one_folder(config_with, tm
 
 def test_a_second_run_touches_nothing_of_the_first(config_with, tmp_path):
     config = config_with(f"{tmp_path}/run")
-    config = replace(config, ops=replace(config.ops, run_dir=f"{tmp_path}/run"))
     with open_record(config, total=3) as record:
         record.recorder.log({"a": 1.0}, rollout_id=0, step=0)
         before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
@@ -145,11 +142,12 @@ def test_a_run_says_what_it_starts_from(tmp_path, config_with):
 
 
 @pytest.fixture
-def config_with(tmp_path):
+def config_with(tmp_path, monkeypatch):
     import dataclasses
 
     from tests.tiny import make_model
 
+    monkeypatch.chdir(tmp_path)  # where a run without --save has its folder
     model = make_model(tmp_path / "model")
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"input": "1 + 1", "label": "2"}\n')
@@ -162,6 +160,7 @@ def config_with(tmp_path):
         return dataclasses.replace(
             base,
             checkpoint=dataclasses.replace(base.checkpoint, save=save),
+            ops=dataclasses.replace(base.ops, run_dir=save or base.ops.run_dir),
             critic=dataclasses.replace(base.critic, critic_save=critic_save),
         )
 

@@ -39,7 +39,7 @@ class ServerProcess:
         self.log = log
         with writing(log):
             log.parent.mkdir(parents=True, exist_ok=True)
-            output = log.open("wb")  # noqa: SIM115  closed once the guard has it
+            output = log.open("wb")
         read, write = os.pipe()
         self._report = open(read, "rb", buffering=0)  # noqa: SIM115  lives as long as this object
         self._status: int | None = None
