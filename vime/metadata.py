@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["MAX_CHARS", "MAX_DEPTH", "MULTI_TURN", "BadMetadata", "checked", "multi_turn_of", "without_bad"]
+__all__ = ["MAX_BITS", "MAX_CHARS", "MAX_DEPTH", "MULTI_TURN", "BadMetadata", "checked", "multi_turn_of", "without_bad"]
 
 MAX_DEPTH = 100
 """How deep values may be nested; a value that holds itself is deeper."""
@@ -29,24 +29,31 @@ MAX_BITS = 4096
 MULTI_TURN = "multi_turn"
 
 
+TOOLS = ("tool_calls", "tool_errors", "tool_timeouts", "tool_seconds")
+"""What the record of a sample of several turns counts."""
+
+
 class BadMetadata(ValueError):
     """Metadata that cannot be kept. The message begins with the value: ``metadata['a'][2] is …``."""
 
 
-def checked(metadata: Any) -> dict[str, Any]:
+def checked(metadata: Any, name: str = "metadata") -> dict[str, Any]:
     """The metadata as plain values, in containers of its own.
+
+    Args:
+        name: of what it is, for messages.
 
     Raises:
         BadMetadata: it is something else than the module says.
     """
     if not isinstance(metadata, Mapping):
-        raise BadMetadata(f"metadata is {_kind(metadata)}; it must be a dict")
+        raise BadMetadata(f"{name} is {_kind(metadata)}; it must be a dict")
     try:
         plain: dict[str, Any] = _Walk().plain(metadata, 0)
     except _Bad as bad:
-        raise BadMetadata(f"metadata{bad.place()} {bad.what}") from None
+        raise BadMetadata(f"{name}{bad.place()} {bad.what}") from None
     if MULTI_TURN in plain and not _is_record(plain[MULTI_TURN]):
-        raise BadMetadata(f"metadata[{MULTI_TURN!r}] is vime's own, for samples of several turns; name yours otherwise")
+        raise BadMetadata(f"{name}[{MULTI_TURN!r}] is vime's own, for samples of several turns; name yours otherwise")
     return plain
 
 
@@ -68,8 +75,8 @@ def multi_turn_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_record(value: Any) -> bool:
-    """``{"turns": [[begin, end], …], "answer": …}``, of which each may be left out."""
-    if not isinstance(value, dict):
+    """``{"turns": [[begin, end], …], "answer": …}`` and counts of tools, of which each may be left out."""
+    if not isinstance(value, dict) or not all(isinstance(value.get(name, 0), int | float) for name in TOOLS):
         return False
     turns, answer = value.get("turns", []), value.get("answer", "")
     pairs = isinstance(turns, list) and all(

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from vime.errors import UserError
+from vime.metadata import MULTI_TURN, multi_turn_of
 from vime.naming import rollout_name
 
 if TYPE_CHECKING:
@@ -193,10 +194,10 @@ class Sample:
                 setattr(self, name, getattr(self, name)[:kept])
         if self.rollout_routed_experts is not None:
             self.rollout_routed_experts = self.rollout_routed_experts[: max(length - 1, 0)]
-        known = self.metadata.get("multi_turn") or {}
+        known = multi_turn_of(self.metadata)
         if "turns" in known:
             turns = [[start, min(stop, kept)] for start, stop in known["turns"] if start < kept]
-            self.metadata = {**self.metadata, "multi_turn": {**known, "turns": turns}}
+            self.metadata = {**self.metadata, MULTI_TURN: {**known, "turns": turns}}
 
     def restarted(self) -> Sample:
         """The same prompt, for an answer of its own: nothing of the present one is left."""
@@ -216,7 +217,7 @@ class Sample:
             awaits_hooks=False,
             remove_sample=False,
         )
-        for known in ("start_rollout_id", "multi_turn"):  # of the answer
+        for known in ("start_rollout_id", MULTI_TURN):  # of the answer
             fresh.metadata.pop(known, None)
         return fresh
 

@@ -1,6 +1,7 @@
 """How rows are read, and what is told of those that cannot be."""
 
 import json
+import math
 
 import pytest
 
@@ -172,6 +173,33 @@ def test_empty_metadata(write, metadata):
 )
 def test_broken_metadata(write, metadata, reason):
     assert read_one(write, {"prompt": "p", "metadata": metadata}).reason.startswith(reason)
+
+
+def test_numbers_of_metadata_that_are_not_finite_are_null_as_in_json(write):
+    assert read_one(write, {"prompt": "p", "metadata": {"x": math.nan, "y": [math.inf]}}).metadata == {
+        "x": None,
+        "y": [None],
+    }
+
+
+def nested(depth):
+    return {"a": nested(depth - 1)} if depth else {}
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (
+            {"metadata": {"multi_turn": True}},
+            "metadata['multi_turn'] is vime's own, for samples of several turns; name",
+        ),
+        ({"metadata": nested(200)}, "metadata['a']['a']['a']['a']['a']… is nested more than 100 deep"),
+        ({"metadata": {"n": 10**2000}}, "metadata['n'] is an integer of 6644 bits; it must have at most 4096"),
+        ({"label": nested(200)}, "metadata['raw_label']['a']['a']['a']['a']… is nested more than 100 deep"),
+    ],
+)
+def test_metadata_that_no_sample_can_have_are_a_bad_row(write, record, reason):
+    assert read_one(write, {"prompt": "p", **record}, Keys(input="prompt", label="label")).reason.startswith(reason)
 
 
 def test_tools_of_the_row_join_the_metadata_unless_those_have_some(write):

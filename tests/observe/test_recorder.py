@@ -236,3 +236,14 @@ def test_a_record_damaged_before_its_last_row_is_refused_by_the_row(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\nnonsense\nnonsense')
     with pytest.raises(UserError, match=r"metrics.jsonl: row 2 is damaged; remove what is wrong"):
         RunRecorder(tmp_path).restore(5000)
+
+
+def test_samples_are_written_whatever_their_metadata_have_become(tmp_path):
+    circular = {}
+    circular["me"] = circular
+    sample = Sample(index=0, metadata={"n": 10**5000, "circular": circular, "nan": math.nan, (1, 2): 3})
+    RunRecorder(tmp_path).samples(0, [sample])
+    (row,) = map(json.loads, (tmp_path / "samples" / "rollout_0000000.jsonl").read_text().splitlines())
+    assert row["metadata"]["n"] == "an integer of 16610 bits"
+    assert (row["metadata"]["nan"], row["metadata"]["(1, 2)"]) == ("nan", 3)
+    assert json.dumps(row["metadata"]["circular"]).count("me") == 100

@@ -125,6 +125,11 @@ def test_in_a_dialogue_the_last_turn_counts_before_what_others_said():
     assert grade(answer(SUM) + "<|im_end|>\nuser\nIt passes.\nassistant\nIt is done.", None, done).score == 1.0
 
 
+@pytest.mark.parametrize("column", [True, "yes", {"answer": 3}])
+def test_a_column_of_that_name_is_no_dialogue(column):
+    assert grade(answer(SUM), None, {"tests": PAIRS, "multi_turn": column}).score == 1.0
+
+
 def test_a_draft_in_the_reasoning_is_no_answer():
     assert grade(f"<think>{answer(SUM)}</think>I cannot.", None, {"tests": PAIRS}).status is GradeStatus.INVALID
 

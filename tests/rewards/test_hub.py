@@ -1,6 +1,7 @@
 """Which reward a sample gets; what goes wrong is told and never becomes a 0."""
 
 import asyncio
+import json
 import math
 from dataclasses import dataclass
 
@@ -317,3 +318,35 @@ async def test_without_a_group_function_samples_are_graded_one_by_one():
 async def test_a_single_sample_still_reaches_a_group_function_as_a_list():
     hub = custom(returning([4.0]), group_rm=True)
     assert (await rewarded(hub)).reward == 4.0
+
+
+# --- what is kept with a sample ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [({(1, 2): 3}, "has '(1, 2)' (tuple) as a key"), ({"open": open}, "metadata['open'] is of type builtin_function")],
+)
+async def test_metadata_that_cannot_be_kept_is_an_error_of_the_sample_whose_reward_left_it(value, message):
+    async def custom_rm(args, one):
+        one.metadata |= value
+        return 1.0
+
+    async def group_rm(args, samples):
+        return [await custom_rm(args, one) for one in samples]
+
+    one = await rewarded(custom(custom_rm), sample(metadata={"row": 1}))
+    (two,) = await grouped(group_rm, [sample(metadata={"row": 1})])
+    for each in (one, two):
+        assert each.grade.status is GradeStatus.ERROR and each.reward is None
+        assert "my:rm" in each.grade.detail and "left metadata" in each.grade.detail and message in each.grade.detail
+        assert each.metadata == {"row": 1}
+
+
+async def test_numbers_beside_a_reward_that_are_not_finite_become_null_and_others_plain():
+    given = {"score": 1.0, "loss": math.nan, "acc": np.float32(0.5)}
+    one = await rewarded(custom(returning(given), reward_key="score"))
+    assert one.reward == {"score": 1.0, "loss": None, "acc": 0.5}
+    json.dumps(one.reward, allow_nan=False)
+    two = await rewarded(custom(returning({"score": 1.0, "by": {1: 2}}), reward_key="score"))
+    assert "my:rm: the reward['by'] has '1' (int) as a key" in two.grade.detail

@@ -181,3 +181,21 @@ def test_processes_die_with_their_parent_even_while_they_grade():
     with contextlib.suppress(psutil.NoSuchProcess):
         child.wait(timeout=10)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def circular():
+    value = {}
+    value["me"] = value
+    return value
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"), [({(1, 2): 3}, "TypeError"), (circular(), "ValueError"), ({"n": 10**5000}, "ValueError")]
+)
+async def test_metadata_that_cannot_be_sent_is_an_error_and_the_process_goes_on(metadata, message):
+    async with running(deadline_s=30.0) as pool:
+        (before,) = grader_processes()
+        unsent = await pool.grade("x", "", "1", metadata)
+        assert unsent.detail.startswith(f"the sample cannot be sent to a grader: {message}")
+        assert (await pool.grade("x", "", "2", {})).score == 2.0
+        assert grader_processes() == [before]

@@ -114,3 +114,28 @@ async def test_what_is_no_number_is_an_error(text, what):
         one = await rewarded(RewardHub(Settings("remote_rm"), FakePool(), remote=client))
         assert what in one.grade.detail
         assert one.reward is None
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000])
+async def test_an_answer_that_json_cannot_read_is_the_sample_s_failure(text):
+    async def answer(number, body):
+        return web.Response(text=text)
+
+    async with service(answer) as (client, _):
+        one = await rewarded(RewardHub(Settings("remote_rm"), FakePool(), remote=client))
+        assert "answered no JSON" in one.grade.detail
+
+
+@pytest.mark.parametrize("host", ["h" * 300, "h" * 64 + ".example", "[::"])
+async def test_a_host_that_is_none_is_the_sample_s_failure(host):
+    hub = RewardHub(Settings("remote_rm", rm_url=f"http://{host}/reward"), FakePool())
+    hub._remote._tries = 1
+    one = await rewarded(hub)
+    await hub.close()
+    assert one.grade.detail.startswith(f"remote_rm: reward service http://{host[:60]}")
+
+
+async def test_a_prompt_that_json_cannot_hold_is_the_sample_s_failure():
+    async with service(None) as (client, bodies):
+        one = await rewarded(RewardHub(Settings("remote_rm"), FakePool(), remote=client), sample(prompt={1, 2}))
+        assert "the prompt is nothing that JSON can hold" in one.grade.detail and not bodies

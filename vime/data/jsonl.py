@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.errors import UserError
+from vime.metadata import BadMetadata, checked
 from vime.rewards import registry
 from vime.types import Message
 
@@ -173,7 +174,8 @@ def parse_row(line: int, content: bytes, keys: Keys, *, needs_label: bool = Fals
         if not isinstance(record, dict):
             raise _Bad(f"a row must be a JSON object, not {_kind(record)}")
         metadata = _metadata(record, keys)
-        row = Row(line, _prompt(record, keys), _label(record, keys, metadata, needs_label), metadata)
+        label = _label(record, keys, metadata, needs_label)
+        row = Row(line, _prompt(record, keys), label, _kept(metadata, keys))
         if b"\\ud" in content or b"\\uD" in content:
             _check_characters(row, keys)
         return row
@@ -282,6 +284,14 @@ def _metadata(record: dict[str, Any], keys: Keys) -> dict[str, Any]:
     if keys.tools in record and keys.tools not in value:
         value = {**value, keys.tools: record[keys.tools]}
     return value
+
+
+def _kept(metadata: dict[str, Any], keys: Keys) -> dict[str, Any]:
+    """As samples may have it: see ``vime.metadata``."""
+    try:
+        return checked(metadata, keys.metadata)
+    except BadMetadata as error:
+        raise _Bad(str(error)) from None
 
 
 def _needs_label(metadata: dict[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 
 from vime.errors import UserError
 from vime.files import append_whole, writing
+from vime.metadata import MAX_BITS, MAX_DEPTH
 from vime.observe.metrics import split_finite
 from vime.observe.trackers import Tracker
 from vime.types import Sample
@@ -203,14 +204,19 @@ def _sample_row(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
-    """``value`` as JSON can hold it: arrays as lists, numbers that are not finite and other objects as text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
+def _plain(value: Any, depth: int = 0) -> Any:
+    """``value`` as JSON can hold it: arrays as lists; numbers that are not finite or too long, other objects and what
+    is nested too deep as text."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return value if value.bit_length() <= MAX_BITS else f"an integer of {value.bit_length()} bits"
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    if value is None or isinstance(value, str | int):
-        return value
-    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+    if depth > MAX_DEPTH:
+        return "…"
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item, depth + 1) for item in value]
+    return _plain(value.tolist(), depth + 1) if hasattr(value, "tolist") else str(value)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from vime.algorithms.rewards import zero_std_counts
+from vime.metadata import multi_turn_of
 from vime.observe import scores
 from vime.rewards.values import answer_rewards, is_graded
 from vime.types import GradeStatus, Group, Sample, Status, WeightVersion, mean
@@ -119,7 +120,8 @@ def _speed(samples: Sequence[Sample], seconds: float, engine_slots: int) -> dict
 
 def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """``rollout/multi_turn/...`` (--log-multi-turn) of the samples that ``vime.rollout.multi_turn`` made, if any."""
-    played = [(sample, sample.metadata["multi_turn"]) for sample in samples if "multi_turn" in sample.metadata]
+    records = [(sample, multi_turn_of(sample.metadata)) for sample in samples]
+    played = [(sample, known) for sample, known in records if "turns" in known]
     if not played:
         return {}
     turns = [len(known["turns"]) for _, known in played]
@@ -134,9 +136,9 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         calls = sum(known["tool_calls"] for known in called)
         metrics |= {
             "tool_calls/mean": calls / len(called),
-            "tool_error_ratio": sum(known["tool_errors"] for known in called) / max(1, calls),
-            "tool_timeouts": float(sum(known["tool_timeouts"] for known in called)),
-            "tool_seconds/mean": sum(known["tool_seconds"] for known in called) / len(called),
+            "tool_error_ratio": sum(known.get("tool_errors", 0) for known in called) / max(1, calls),
+            "tool_timeouts": float(sum(known.get("tool_timeouts", 0) for known in called)),
+            "tool_seconds/mean": sum(known.get("tool_seconds", 0) for known in called) / len(called),
         }
     return {f"rollout/multi_turn/{name}": value for name, value in metrics.items()}
 

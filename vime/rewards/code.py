@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vime.metadata import multi_turn_of
 from vime.rewards.code_tests import BadTests, Check, Test, how_it_ended, tests_of
 from vime.rewards.extract import after_thinking
 from vime.rewards.wire import DEADLINE_VARIABLE
@@ -44,7 +45,7 @@ _NO_DEADLINE_S = 600.0  # where nobody set one
 
 
 def grade(response: str, label: str | None, metadata: Mapping[str, Any]) -> Grade:
-    answer = (metadata.get("multi_turn") or {}).get("answer") or ""  # of a dialogue, the last turn
+    answer = multi_turn_of(metadata).get("answer") or ""  # of a dialogue, the last turn
     program = last_block(answer)
     if program is None:
         program = last_block(after_thinking(response))

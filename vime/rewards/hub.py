@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from vime.errors import UserError
+from vime.metadata import BadMetadata, checked, without_bad
 from vime.plugins import Hook
 from vime.plugins.calling import OutOfTime, Raised, guarded, in_time
 from vime.ports import GraderPool
@@ -105,6 +106,7 @@ class RewardHub:
                 put(await self._grade(source, sample))
         except (RewardFailed, UserError) as error:
             set_error(sample, f"{source}: {error}, for {sample.name}")
+        _settle(sample, source)
 
     async def reward_group(self, samples: list[Sample], *, evaluation: bool = False) -> None:
         """Grades the samples of one group in place, together where a group function was given."""
@@ -127,6 +129,7 @@ class RewardHub:
         except RewardFailed as error:
             for sample in samples:
                 set_error(sample, f"{source}: {error}, for {sample.name}")
+                _settle(sample, source)
             return
         for sample, value in zip(samples, results, strict=True):
             try:
@@ -134,6 +137,7 @@ class RewardHub:
                     set_value(sample, value, key)
             except Raised as failed:
                 set_error(sample, f"{source}: {_explained(self._custom, failed.error)}, for {sample.name}")
+            _settle(sample, source)
 
     async def _grade(self, rm_type: str, sample: Sample) -> Any:
         registry.check(rm_type)
@@ -194,6 +198,15 @@ class RewardHub:
 def _is_open(sample: Sample) -> bool:
     graded = sample.reward is not None or sample.grade is not None
     return not graded and sample.status not in (Status.ABORTED, Status.FAILED)
+
+
+def _settle(sample: Sample, source: str) -> None:
+    """What a function left in the metadata must be such that it can be kept; what cannot is taken out."""
+    try:
+        sample.metadata = checked(sample.metadata)
+    except BadMetadata as error:
+        sample.metadata = without_bad(sample.metadata)
+        set_error(sample, f"{source}: left {error}, for {sample.name}")
 
 
 def _explained(hook: Hook, error: BaseException) -> str:

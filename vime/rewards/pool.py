@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vime.rewards.process import EndedIdle, GraderProcess, Killed, ProcessEnded
+from vime.rewards.process import EndedIdle, GraderProcess, Killed, NotSent, ProcessEnded
 from vime.rewards.wire import DEADLINE_VARIABLE, grade_from_json
 from vime.types import Grade
 
@@ -104,6 +104,8 @@ class GraderProcessPool:
         try:
             record = await entry.grade(request, deadline_s=self._deadline_s, load_deadline_s=self._start_deadline_s)
             grade = grade_from_json(record)
+        except NotSent as error:
+            grade = Grade.error(str(error))
         except TimeoutError:
             self._replace(entry)
             self._counts["deadline_exceeded"] += 1

@@ -26,6 +26,10 @@ class EndedIdle(ProcessEnded):
     """It was gone before it began with the request, so another process may take that."""
 
 
+class NotSent(ValueError):
+    """A request that JSON cannot hold."""
+
+
 class Killed(ProcessEnded):
     """Somebody killed it, not its grader: the kernel, say, whose memory another process used up."""
 
@@ -33,7 +37,7 @@ class Killed(ProcessEnded):
 class GraderProcess:
     """A child process that grades one answer at a time.
 
-    After an exception of ``grade``, of any kind, the process is in an unknown state: ``kill`` it.
+    After an exception of ``grade``, of any kind but NotSent, the process is in an unknown state: ``kill`` it.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
@@ -90,14 +94,16 @@ class GraderProcess:
         """Sends one request and returns the record of its Grade.
 
         Raises:
+            NotSent: JSON cannot hold the request; nothing has been sent.
             TimeoutError: the grader took longer than ``deadline_s``.
             EndedIdle: the process ended before it began with the request.
             Killed: it was killed by SIGKILL while grading.
             ProcessEnded: it ended while grading, or could not load the grader within ``load_deadline_s``.
         """
         assert self._process.stdin is not None
+        line = _encoded({**request, "deadline_s": deadline_s})
         try:
-            self._process.stdin.write((json.dumps({**request, "deadline_s": deadline_s}, default=str) + "\n").encode())
+            self._process.stdin.write(line)
             async with asyncio.timeout(load_deadline_s):
                 await self._process.stdin.drain()
                 record = await self._receive()
@@ -144,6 +150,13 @@ class GraderProcess:
         self._errors.seek(0)
         lines = self._errors.read()[-4000:].decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _encoded(request: dict[str, Any]) -> bytes:
+    try:
+        return (json.dumps(request, default=str) + "\n").encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise NotSent(f"the sample cannot be sent to a grader: {type(error).__name__}: {error}") from None
 
 
 def _environment() -> dict[str, str]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 MAX_BACKOFF_S = 30.0
+HEADERS = {"Content-Type": "application/json"}
 
 
 class RemoteReward:
@@ -41,7 +42,12 @@ class RemoteReward:
         Raises:
             RewardFailed: it did not, or not with JSON.
         """
-        body = {"prompt": prompt, "response": response, "label": label}
+        try:
+            body = json.dumps({"prompt": prompt, "response": response, "label": label}).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RewardFailed(
+                self._line(f"cannot be asked: the prompt is nothing that JSON can hold: {error}")
+            ) from None
         failure = ""
         for attempt in range(self._tries):
             if attempt:
@@ -59,18 +65,18 @@ class RemoteReward:
             await self._session.close()
             self._session = None
 
-    async def _post(self, body: dict[str, Any]) -> tuple[int, str]:
+    async def _post(self, body: bytes) -> tuple[int, str]:
         """(HTTP status, text), or (0, reason) where no connection came about."""
         import aiohttp
 
         try:
-            async with self._open_session().post(self._url, json=body) as answer:
+            async with self._open_session().post(self._url, data=body, headers=HEADERS) as answer:
                 return answer.status, await answer.text(errors="replace")
         except TimeoutError:
             raise RewardFailed(self._line(f"no answer within {self._timeout_s:g} s")) from None
         except aiohttp.ClientConnectionError as error:
             return 0, f"{type(error).__name__}: {error}"
-        except aiohttp.ClientError as error:  # e.g. a malformed URL or answer
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # a malformed URL, host or answer
             raise RewardFailed(self._line(f"{type(error).__name__}: {error}")) from None
 
     def _open_session(self) -> aiohttp.ClientSession:
@@ -83,7 +89,7 @@ class RemoteReward:
     def _decode(self, text: str) -> Any:
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):  # thousands of digits, thousands of brackets
             raise RewardFailed(self._line(f"answered no JSON: {text}")) from None
 
     def _line(self, what: str) -> str:

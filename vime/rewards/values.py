@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from vime.metadata import BadMetadata, checked
 from vime.rewards.equality import one_line
 from vime.types import Grade, GradeStatus, InvalidSample, NotFinite, Sample, as_float, mean
 
@@ -28,10 +30,10 @@ def set_value(sample: Sample, value: Any, reward_key: str | None) -> None:
         RewardFailed: it is none of these, or not finite, or the dict lacks ``reward_key``.
     """
     if isinstance(value, Grade):
-        _set_grade(sample, value, reward_key)
+        _set_grade(sample, replace(value, extra=_kept(value.extra)), reward_key)
     elif isinstance(value, Mapping):
-        score = _pick(value, reward_key)
-        _set(sample, Grade(score=score, extra=dict(value)), {**value, str(reward_key): score})
+        score, values = _pick(value, reward_key), _kept(value)
+        _set(sample, Grade(score=score, extra=values), {**values, str(reward_key): score})
     else:
         score = to_number(value)
         _set(sample, Grade(score=score), score)
@@ -95,11 +97,21 @@ def _set_grade(sample: Sample, grade: Grade, reward_key: str | None) -> None:
         _set(sample, grade, grade.score)
 
 
+def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Further values of a reward are kept with the sample, as its metadata is."""
+    try:
+        return checked(values, "the reward")
+    except BadMetadata as error:
+        raise RewardFailed(str(error)) from None
+
+
 def _pick(found: Mapping[str, Any], reward_key: str | None) -> float:
     if reward_key is None:
-        raise RewardFailed(f"the reward is a dict with {sorted(found)}; name the key to train on by --reward-key")
+        raise RewardFailed(
+            f"the reward is a dict with {sorted(map(str, found))}; name the key to train on by --reward-key"
+        )
     if reward_key not in found:
-        raise RewardFailed(f"the reward has no key {reward_key!r} (--reward-key), only {sorted(found)}")
+        raise RewardFailed(f"the reward has no key {reward_key!r} (--reward-key), only {sorted(map(str, found))}")
     return to_number(found[reward_key])
 
 

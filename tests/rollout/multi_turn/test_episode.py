@@ -401,7 +401,8 @@ async def test_metrics_of_episodes(tokenizer: Any) -> None:
     expected = said / sum(sample.response_length for sample in played)
     assert metrics["rollout/multi_turn/sampled_ratio"] == pytest.approx(expected)
     assert all(describe(name) for name in metrics)
-    assert multi_turn_metrics([Sample(index=9)]) == {}
+    columns = [Sample(index=9, metadata={"multi_turn": column}) for column in (True, {"turns": 3}, {})]
+    assert multi_turn_metrics([Sample(index=9), *columns]) == {}
 
 
 async def test_episodes_do_not_meet(tokenizer: Any) -> None:

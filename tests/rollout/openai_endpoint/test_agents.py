@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import re
 import socket
 import sys
@@ -20,6 +21,7 @@ from tests.data.templates import QWEN25, tokenizer_with
 from tests.rollout.multi_turn.scripted import ScriptedGenerator, turns
 from tests.rollout.openai_endpoint.agents import PROGRAM, adder
 from tests.rollout.openai_endpoint.test_sessions import ANSWER, CALL, trained
+from vime.data.codec import check_sample
 from vime.errors import UserError
 from vime.observe.rollout_metrics import multi_turn_metrics
 from vime.rollout.openai_endpoint import Endpoint, Speaker, agent_of, agents, command_agent, generate, play
@@ -61,10 +63,12 @@ async def test_what_an_agent_returns_is_the_reward_of_its_sample(tokenizer):
 async def test_without_a_reward_the_sample_is_graded_like_any_other(tokenizer):
     async def agent(task: Any) -> dict[str, Any]:
         await ask(task)
-        return {"metadata": {"tests": 3}}
+        return {"metadata": {"tests": 3, "loss": math.nan}}
 
     (sample,) = await played(agent, ScriptedGenerator(tokenizer, turns(ANSWER)), tokenizer)
     assert (sample.reward, sample.metadata["tests"], sample.response) == (None, 3, "It is 3.")
+    assert sample.metadata["loss"] is None
+    check_sample(sample)  # as the data source does with a sample that goes back to it
 
 
 async def test_several_dialogues_are_several_samples_with_one_result(tokenizer):
@@ -141,7 +145,10 @@ async def test_an_agent_that_fails_is_never_trained_on_and_says_why(tokenizer):
         ({"score": 1}, "has a reward and metadata"),
         ({"reward": "high"}, "the reward must be a number, not 'high'"),
         ({"reward": {"tests": 1.0}}, "the reward must be a number, not None: an agent returns a reward, a dict or "),
-        ({"metadata": {"multi_turn": 5}}, "metadata (a dict without 'multi_turn')"),
+        ({"metadata": {"multi_turn": {}}}, "metadata (a dict without 'multi_turn')"),
+        ({"metadata": {"open": [open]}}, "its result cannot be kept: metadata['open'][0] is of type builtin_function"),
+        ({"metadata": {"n": 10**5000}}, "its result cannot be kept: metadata['n'] is an integer of 16610 bits"),
+        ({"reward": {(1, 2): 3.0}}, "its result cannot be kept: reward has '(1, 2)' (tuple) as a key"),
     ],
 )
 async def test_a_result_that_is_none_is_a_failure(tokenizer, result, message):

@@ -20,12 +20,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vime.errors import UserError
+from vime.metadata import MULTI_TURN, multi_turn_of
 from vime.models.routes import Pieces, grown, pieces_of, whole
 from vime.types import Generation, Sample, Status, WeightVersion
 
 __all__ = ["METADATA_KEY", "NotAppended", "Transcript", "final_answer", "marked"]
 
-METADATA_KEY = "multi_turn"
+METADATA_KEY = MULTI_TURN
 """Where the metadata of a sample say what is known of its turns."""
 
 
@@ -199,7 +200,7 @@ class Transcript:
         sample.rollout_routed_experts = whole(self._routes)
         sample.status = status
         begin = self._prompt_length
-        known = sample.metadata.get(METADATA_KEY) or {}
+        known = multi_turn_of(sample.metadata)
         turns = [[where.start - begin, where.stop - begin] for where in self._turns]
         sample.metadata = {**sample.metadata, METADATA_KEY: {**known, "turns": turns}}
 
@@ -220,8 +221,8 @@ class Transcript:
 def final_answer(sample: Sample) -> str:
     """What the model said in the last turn, without reasoning and calls; of another sample its response. For graders: a
     right answer that stands in the result of a tool is not the model's."""
-    answer: str = (sample.metadata.get(METADATA_KEY) or {}).get("answer", sample.response)
-    return answer
+    answer: str | None = multi_turn_of(sample.metadata).get("answer", sample.response)
+    return answer or ""
 
 
 def marked(sample: Sample, tokenizer: Any) -> str:
@@ -247,7 +248,7 @@ def _checked_ids(token_ids: Sequence[int], what: str) -> list[int]:
 
 def _turns_of(metadata: Mapping[str, Any], mask: Sequence[int], begin: int) -> list[range]:
     """As ``write`` noted them; else the trained runs. (Masks alone do not tell: trained tokens may be masked later.)"""
-    noted = (metadata.get(METADATA_KEY) or {}).get("turns")
+    noted = multi_turn_of(metadata).get("turns")
     if noted is not None:
         return [range(begin + start, begin + stop) for start, stop in noted]
     edges = [i for i in range(len(mask) + 1) if (i < len(mask) and mask[i]) != (i > 0 and mask[i - 1])]

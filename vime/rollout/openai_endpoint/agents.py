@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from vime.deadlines import Deadline
+from vime.metadata import BadMetadata, checked
 from vime.plugins.calling import Raised, in_time, said
 from vime.processes import close_pipes, ended
 from vime.rewards.values import RewardFailed, to_number
@@ -148,11 +149,14 @@ async def _called(agent: Agent, task: AgentTask, reward_key: str | None) -> _End
 
 def _checked(result: Any, reward_key: str | None) -> Mapping[str, Any]:
     """The result as a dict. It may be what the model wrote, so that nothing of it may end a run."""
-    found = result if isinstance(result, Mapping) else {"reward": result}
-    metadata = found.get("metadata", {})
+    given = result if isinstance(result, Mapping) else {"reward": result}
+    try:
+        found = {name: checked(value, name) if isinstance(value, Mapping) else value for name, value in given.items()}
+    except BadMetadata as error:
+        raise AgentFailed(f"its result cannot be kept: {error}") from error
+    metadata, reward = found.get("metadata", {}), given.get("reward")
     if set(found) - {"reward", "metadata"} or not isinstance(metadata, Mapping) or METADATA_KEY in metadata:
-        raise AgentFailed(f"a result has a reward and metadata (a dict without {METADATA_KEY!r}), not {dict(found)!r}")
-    reward = found.get("reward")
+        raise AgentFailed(f"a result has a reward and metadata (a dict without {METADATA_KEY!r}), not {found!r}")
     try:
         if isinstance(reward, Mapping):
             to_number(reward.get(reward_key))
