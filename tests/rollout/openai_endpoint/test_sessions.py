@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.data.templates import CHATML, QWEN3, QWEN25, tokenizer_with
 from tests.rollout.fakes import routes_of
 from tests.rollout.multi_turn.scripted import ScriptedGenerator, turns
 from vime.errors import UserError
+from vime.rollout.multi_turn import TurnTemplate
 from vime.rollout.openai_endpoint import Endpoint, Session, Speaker
 from vime.rollout.runner import Gate
 from vime.types import Sample, SamplingParams, Status, derive_seed
@@ -337,6 +339,73 @@ async def test_without_room_for_an_answer_the_agent_is_told_as_openai_does_and_t
     assert "there is no room for an answer" in str(refused.value)
     (sample,) = client.samples()
     assert sample.status is Status.TRUNCATED and tokenizer.decode(trained(sample)) == ANSWER
+
+
+async def test_what_cannot_have_room_is_refused_without_being_encoded(tokenizer, monkeypatch):
+    """A second for each megabyte, for which the driver would stand still."""
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("it was encoded")
+
+    large = {"role": "user", "content": "long " * 200_000}
+    generator = ScriptedGenerator(tokenizer, turns(ANSWER, ANSWER))
+    async with serving(generator, tokenizer) as client:
+        first = (await client.ask(ASKED)).choices[0].message.model_dump(exclude_none=True)
+        monkeypatch.setattr(Speaker, "_encode", never)
+        monkeypatch.setattr(TurnTemplate, "encoded_behind", never)
+        for messages in ([large], [*ASKED, first, large], [large, large]):  # the last one is too large a body
+            with pytest.raises(openai.BadRequestError, match="there is no room for an answer") as refused:
+                await client.ask(messages)
+            assert refused.value.code == "context_length_exceeded"
+            assert client.session.is_full
+    (sample,) = client.samples()
+    assert sample.status is Status.TRUNCATED
+
+
+async def test_large_texts_are_encoded_in_threads_and_are_what_they_would_be(tokenizer, monkeypatch):
+    places: list[tuple[str, bool]] = []
+    encode, behind = Speaker._encode, TurnTemplate.encoded_behind
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*given: Any) -> Any:
+            places.append((name, threading.current_thread() is threading.main_thread()))
+            return function(*given)
+
+        return call
+
+    monkeypatch.setattr(Speaker, "_encode", noted("prompt", encode))
+    monkeypatch.setattr(TurnTemplate, "encoded_behind", noted("between", behind))
+    large = {"role": "user", "content": "long " * 10_000}
+    params = replace(PARAMS, max_tokens=200_000)
+    async with serving(
+        ScriptedGenerator(tokenizer, turns(ANSWER, ANSWER)), tokenizer, params, max_context=400_000
+    ) as it:
+        places.clear()
+        first = (await it.ask([large])).choices[0].message.model_dump(exclude_none=True)
+        await it.ask([large, first, large])
+    assert places == [("prompt", False), ("between", False)]
+    (sample,) = it.samples()
+    text = tokenizer.decode(sample.tokens)
+    assert (text.count("long "), text.count("<|im_start|>user")) == (20_000, 2)
+
+
+async def test_two_large_requests_at_once_count_as_transcripts_while_they_are_encoded(tokenizer):
+    large = [{"role": "user", "content": "long " * 10_000}]
+    generator = ScriptedGenerator(tokenizer, turns(ANSWER, ANSWER))
+    async with serving(generator, tokenizer, max_context=400_000, max_transcripts=1) as client:
+        answers = await asyncio.gather(client.ask(large), client.ask(large), return_exceptions=True)
+    refused = [each for each in answers if isinstance(each, openai.BadRequestError)]
+    assert [each.code for each in refused] == ["too_many_transcripts"]
+    assert len(client.samples()) == 1
+
+
+async def test_a_list_of_bad_calls_is_said_once(tokenizer):
+    """Each of its elements is a bad call whose text is the whole list: 30 MB for 4,000 of them."""
+    said = f'<tool_call>[{{"name": "add", "arguments": {{}}}}{", 1" * 50}]</tool_call>'
+    async with serving(ScriptedGenerator(tokenizer, turns(f"{said}<|im_end|>")), tokenizer) as client:
+        message = (await client.ask(ASKED, tools=[ADD])).choices[0].message
+    assert [call.function.name for call in message.tool_calls] == ["add"]
+    assert len(message.content) <= len(said)
 
 
 async def test_an_answer_that_was_cut_off_says_so(tokenizer):

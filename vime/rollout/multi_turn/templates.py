@@ -79,12 +79,20 @@ class TurnTemplate:
         Raises:
             UserError: the template refuses the messages, or does not end turns as it did for the probe.
         """
+        return self.encoded_behind(turn, self.text_between(messages))
+
+    def text_between(self, messages: Sequence[Message]) -> str:
+        """What the template writes behind a turn, its end included, up to the next one. Raises as ``between``."""
         text = self._behind_answer(self._spoken(messages), add_generation_prompt=True)
         if not text.startswith(self._close):
             raise UserError(
                 f"{self._template} ends an answer with {self._close!r} when nothing follows and with "
                 f"{text[: len(self._close)]!r} before a message of role {messages[0]['role']!r}"
             )
+        return text
+
+    def encoded_behind(self, turn: Sequence[int], text: str) -> list[int]:
+        """The token ids of a ``text_between``, without the end of a turn that has it already."""
         ids = self._encode(text)
         end = self._end_in(ids)
         if end is None or not turn:

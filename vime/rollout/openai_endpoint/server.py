@@ -30,8 +30,6 @@ MODEL = "vime"
 MAX_TRANSCRIPTS = 64
 """Of a session, unless more are allowed."""
 
-_MAX_REQUEST_BYTES = 64 << 20
-
 
 class Endpoint:
     """Serves while at least one session is open.
@@ -96,7 +94,7 @@ class Endpoint:
         return f"{self._address}/session/{session.id}/v1"
 
     async def _start(self) -> None:
-        app = web.Application(client_max_size=_MAX_REQUEST_BYTES, middlewares=[_errors])
+        app = web.Application(middlewares=[_errors])
         for prefix in ("", "/session/{session}"):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
             app.router.add_get(f"{prefix}/v1/models", self._models)
@@ -134,7 +132,10 @@ class Endpoint:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session_of(request)
         try:
-            body = whole_characters(json.loads(await request.read()))
+            sent = await request.clone(client_max_size=session.max_body_bytes).read()
+            body = whole_characters(json.loads(sent))
+        except web.HTTPRequestEntityTooLarge as error:
+            raise session.body_refused() from error
         except UNREADABLE as error:
             raise Refused(f"the body of the request is not JSON: {error}") from error
         wanted = read_request(body, session.params, ignores_sampling=self._ignores_sampling)

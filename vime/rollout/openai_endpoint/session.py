@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -26,6 +26,7 @@ from vime.rollout.multi_turn.tool_calls import UNREADABLE, Parser, format_of, pa
 from vime.rollout.multi_turn.tools import checked_arguments
 from vime.rollout.multi_turn.transcript import METADATA_KEY
 from vime.rollout.openai_endpoint.protocol import Answer, ChatRequest, Key, Refused, key_of, whole_characters
+from vime.threads import in_thread
 from vime.types import Generation, Message, Sample, SamplingParams, Status, derive_seed
 
 Kept = Literal["all", "longest"]
@@ -34,6 +35,18 @@ _Asked: TypeAlias = tuple[tuple[Key, ...], str]  # messages and tools of a reque
 
 
 _ID = re.compile("[A-Za-z0-9]{9}")
+
+
+_BODY_BYTES_OF_TOKEN = 64  # tokens of texts have four characters on average, and JSON writes some in six bytes
+_LARGE_CHARS = 1 << 15  # which take about 30 ms to encode
+
+
+class TooLong(Exception):
+    """A text has at least so many tokens, and there is no room for them."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"at least {tokens} tokens")
+        self.tokens = tokens
 
 
 class Speaker:
@@ -62,27 +75,29 @@ class Speaker:
         self.template = TurnTemplate(tokenizer, kwargs=template_kwargs)
         self._chat = ChatTemplate(tokenizer, kwargs=template_kwargs)
         self._tokenizer = tokenizer
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)  # characters
         self._parse: Parser = parser_of(call_format or format_of(str(tokenizer.chat_template)))
         self._skip_special_tokens = skip_special_tokens
 
-    def prompt(self, request: ChatRequest) -> list[int]:
+    async def prompt(self, request: ChatRequest, room: int) -> list[int]:
         """Token ids of a dialogue that begins with these messages.
 
         Raises:
             Refused: the chat template refuses them, or shows no tools.
+            TooLong: there are more of them than ``room``, which is found out without making them.
         """
         text = self._rendered(request, request.tools)
         if request.tools and text == self._rendered(request, []):
             raise Refused(f"{self._chat} does not show tools to the model: describe them in a message", param="tools")
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return await self._encoded(text, room, lambda: self._encode(text))
 
-    def between(self, turn: tuple[int, ...], messages: list[Message]) -> list[int]:
-        """Token ids of what stands between a turn and the next one. Raises Refused."""
+    async def between(self, turn: tuple[int, ...], messages: list[Message], room: int) -> list[int]:
+        """Token ids of what stands between a turn and the next one. Raises as ``prompt``."""
         try:
-            return self.template.between(turn, messages)
+            text = self.template.text_between(messages)
         except UserError as error:
             raise Refused(str(error), param="messages") from error
+        return await self._encoded(text, room, lambda: self.template.encoded_behind(turn, text))
 
     def said(self, turn: tuple[int, ...], stops: Iterable[str]) -> tuple[Said, str]:
         """What a turn consists of, and its text up to a stop text."""
@@ -94,6 +109,17 @@ class Speaker:
         tokens = list(transcript.tokens[transcript.prompt_length :])
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens)
         return text
+
+    async def _encoded(self, text: str, room: int, encode: Callable[[], list[int]]) -> list[int]:
+        """Large texts in a thread: a second for each megabyte would hold up everything that the driver does."""
+        least = len(text) // self._longest_token
+        if least > room:
+            raise TooLong(least)
+        return encode() if len(text) < _LARGE_CHARS else await in_thread(encode, name="agent-text")
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
 
     def _rendered(self, request: ChatRequest, tools: list[dict[str, Any]]) -> str:
         role = self.template.tool_role
@@ -170,22 +196,12 @@ class Session:
             Refused: it cannot be answered.
         """
         keys, tools, was_full = request.keys, json.dumps(request.tools, sort_keys=True), self._full
-        dialogue = self._continued(keys, tools)
-        if dialogue is None:
-            self._check_number()
-            transcript, said = Transcript(self._speaker.prompt(request)), list[int]()
-            dialogue = Dialogue(next(self._numbers), tools, [], transcript)
-        else:
-            new = request.messages[len(dialogue.messages) :]
-            said = self._speaker.between(dialogue.transcript.turn(-1), new)
-        dialogue.busy, began = True, not dialogue.messages
-        self._beginning += began
-        try:
+        known = self._continued(keys, tools)
+        with self._at_work(known):
+            dialogue = await self._begun(request, tools) if known is None else known
+            said = await self._said(request, known) if known else []
             wanted = self._wanted(request, dialogue, len(said))
             transcript, generation = await self._followed(dialogue.transcript, said, wanted, (tuple(keys), tools))
-        finally:
-            dialogue.busy = False
-            self._beginning -= began
         answer = self._answer(request, dialogue.number, transcript, generation)
         dialogue.transcript, dialogue.messages = transcript, [*keys, key_of(answer.message)]
         dialogue.finish_reason, dialogue.full = generation.finish_reason, False
@@ -194,6 +210,40 @@ class Session:
             self._dialogues.append(dialogue)
         return answer
 
+    @contextlib.contextmanager
+    def _at_work(self, known: Dialogue | None) -> Iterator[None]:
+        """While a dialogue is begun or goes on, no other request goes on with it, and it counts."""
+        if known is None:
+            self._check_number()
+            self._beginning += 1
+        else:
+            known.busy = True
+        try:
+            yield
+        finally:
+            if known is None:
+                self._beginning -= 1
+            else:
+                known.busy = False
+
+    async def _begun(self, request: ChatRequest, tools: str) -> Dialogue:
+        number = next(self._numbers)
+        try:
+            prompt = await self._speaker.prompt(request, self._max_context)
+        except TooLong as error:
+            self._full = True
+            raise self._no_room(f"at least {error.tokens} tokens") from error
+        return Dialogue(number, tools, [], Transcript(prompt))
+
+    async def _said(self, request: ChatRequest, dialogue: Dialogue) -> list[int]:
+        """What the agent has added to a dialogue, as token ids."""
+        new = request.messages[len(dialogue.messages) :]
+        try:
+            return await self._speaker.between(dialogue.transcript.turn(-1), new, self._room(dialogue.transcript))
+        except TooLong as error:
+            self._full = dialogue.full = True
+            raise self._no_room(f"{len(dialogue.transcript)} tokens, and at least {error.tokens} more") from error
+
     def samples(self, sample: Sample, kept: Kept = "all") -> list[Sample]:
         """What became of ``sample``: a copy for each transcript, in the order in which they began. None where the
         model was never asked."""
@@ -201,6 +251,16 @@ class Session:
         if kept == "longest":
             dialogues = sorted(dialogues, key=lambda each: -sum(each.transcript.loss_mask))[:1]
         return [self._sample(sample.copy(), dialogue) for dialogue in dialogues]
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Of a request: what a context can hold, however it is written, and a mebibyte for tools and the like."""
+        return (1 << 20) + _BODY_BYTES_OF_TOKEN * self._max_context
+
+    def body_refused(self) -> Refused:
+        """How a request with a larger body is answered."""
+        self._full = True
+        return self._no_room(f"the body of the request has more than {self.max_body_bytes} bytes")
 
     @property
     def is_full(self) -> bool:
@@ -233,21 +293,29 @@ class Session:
             Refused: there is no room for one.
         """
         transcript, params = dialogue.transcript, self.params
-        room = min(params.max_tokens - transcript.response_length - said, self._max_context - len(transcript) - said)
+        room = self._room(transcript) - said
         if room < 1:
             self._full = dialogue.full = True
-            raise Refused(
-                f"there is no room for an answer: {len(transcript) + said} tokens, {transcript.response_length + said} "
-                f"of them after the first prompt; the context ends at {self._max_context}, the response at "
-                f"{params.max_tokens}",
-                param="messages",
-                code="context_length_exceeded",
+            raise self._no_room(
+                f"{len(transcript) + said} tokens, {transcript.response_length + said} of them after the first prompt"
             )
         most = room if request.max_tokens is None else min(room, request.max_tokens)
         turn = len(transcript.turns)
         seed = None if params.seed is None else derive_seed(params.seed, "dialogue", dialogue.number, "turn", turn)
         stop = (*params.stop, *request.stop)
         return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most), stop=stop, seed=seed)
+
+    def _room(self, transcript: Transcript) -> int:
+        """Tokens that may follow."""
+        return min(self.params.max_tokens - transcript.response_length, self._max_context - len(transcript))
+
+    def _no_room(self, there_are: str) -> Refused:
+        return Refused(
+            f"there is no room for an answer: {there_are}; the context ends at {self._max_context}, the response at "
+            f"{self.params.max_tokens}",
+            param="messages",
+            code="context_length_exceeded",
+        )
 
     async def _followed(
         self, transcript: Transcript, said: list[int], params: SamplingParams, asked: _Asked
