@@ -14,6 +14,7 @@ from vime.cluster.record import (
     open_record,
     own_folders,
     resume_command,
+    what_is_kept,
     with_new_run_dir,
 )
 from vime.config import parse_config
@@ -124,6 +125,23 @@ def test_a_state_that_is_none_of_a_run_is_damaged(config_with, tmp_path):
     config = replace(config, checkpoint=replace(config.checkpoint, load=str(store.root)))
     with pytest.raises(UserError, match=r"iter_0000003/vime_state.json: .* --ckpt-step 2 takes the one before$"):
         _resume_point(config)
+
+
+def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(tmp_path, monkeypatch, config_with):
+    root = str(tmp_path / "run")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--num-rollout", "9", "--ckpt-step", "1", "--save", root])
+    config = config_with(root)
+    assert what_is_kept(config_with(None)) == ["nothing was saved: no --save"]
+    assert what_is_kept(config) == ["nothing was saved: no --save-interval"]
+    often = replace(config, checkpoint=replace(config.checkpoint, save_interval=5))
+    assert what_is_kept(often) == ["nothing was saved yet: --save-interval 5"]
+    store = CheckpointStore(root)
+    store.begin(4)
+    store.commit(4, {"metrics_position": 0, "source": {}})
+    saved, command = what_is_kept(often)
+    assert saved == f"saved: {root}/iter_0000004, after rollout 5"
+    assert command.startswith("Continue: ")
+    assert command.endswith(f"python train.py --num-rollout 9 --save {root} --load {root}"), "it is as long as it was"
 
 
 def test_a_run_says_what_it_starts_from(tmp_path, config_with):

@@ -93,7 +93,11 @@ def test_ctrl_c_ends_everything(ends: Ends) -> None:
     run.signal(signal.SIGINT)
     assert run.wait() == 130
     run.assert_nothing_is_left()
-    assert run.output().splitlines()[-1] == "interrupted: every process was stopped"
+    assert run.output().splitlines()[-3:] == [
+        "interrupted: stopping every process",
+        "interrupted: every process was stopped",
+        "nothing was saved: no --save-interval",
+    ]
 
 
 def test_a_killed_engine_ends_the_run_with_the_cause_last(ends: Ends) -> None:

@@ -10,14 +10,14 @@ import asyncio
 import dataclasses
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 
 from vime import async_loop, loop
 from vime.cluster.calls import RemoteError
 from vime.cluster.job import Job
 from vime.cluster.memory import PeakMemory
-from vime.cluster.record import Record, open_record, resume_command, with_new_run_dir
+from vime.cluster.record import Record, open_record, resume_command, what_is_kept, with_new_run_dir
 from vime.cluster.session import Slots, check_devices, check_room, object_store_bytes, ray_session
 from vime.cluster.sft_job import SftJob
 from vime.cluster.supervision import supervised
@@ -37,10 +37,10 @@ INTERRUPTED = 130  # the exit status of a process that Ctrl-C ended
 def main(config: Config) -> int:
     """Runs the job and returns the exit status."""
     try:
-        with event_loop() as loop_runner:
+        with event_loop() as loop_runner, one_interrupt_is_enough():
             loop_runner.run(run(config))
     except (asyncio.CancelledError, KeyboardInterrupt):
-        print("interrupted: every process was stopped", file=sys.stderr)
+        print("interrupted: every process was stopped", *what_is_kept(config), sep="\n", file=sys.stderr)
         return INTERRUPTED
     except SystemExit as ended:  # of a task that a user's function started: it would end the run without a word
         print(f"error: a task of a custom function {raised(ended)}, which ended the run", file=sys.stderr)
@@ -65,6 +65,7 @@ async def run(config: Config) -> None:
             stack.enter_context(sigterm_cancels())
             job = make_job(config, data, record, slots)
             stack.push_async_callback(job.stop)
+            stack.enter_context(tells_that_it_stops(record.report.say))
             await job.start()
         train = async_loop.train if config.asynchrony.asynchronous else loop.train
         await supervised(
@@ -85,6 +86,27 @@ def make_job(config: Config, data: Prompts | Dialogues, record: Record, slots: S
 def with_rollouts(config: Config, count: int) -> Config:
     """The configuration with the number of rollouts that ``--num-epoch`` comes to: learning rates decay over it."""
     return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, num_rollout=count))
+
+
+@contextmanager
+def one_interrupt_is_enough() -> Iterator[None]:
+    """Whatever interrupts the block, Ctrl-C has no further effect in this process, which now comes to its end: in the
+    midst of that, and of what Ray does at exit, it would give a traceback and leave processes behind."""
+    try:
+        yield
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise
+
+
+@contextmanager
+def tells_that_it_stops(say: Callable[[str], None]) -> Iterator[None]:
+    """An orderly end takes seconds: a person who interrupted the block hears at once that it has begun."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        say("interrupted: stopping every process")
+        raise
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from vime.config.rules.base import is_given
 from vime.errors import DamagedFile, UserError
 from vime.files import writing
 from vime.folder_lock import locked
+from vime.naming import rollout_name
 from vime.observe.progress import Progress
 from vime.observe.recorder import RunRecorder
 from vime.observe.report import RunReport
@@ -172,15 +173,33 @@ def beginning(config: Config, resumed: ResumePoint | None) -> str:
     return f"no checkpoint in {load} yet: the run starts from {start}"
 
 
-def resume_command(config: Config) -> str | None:
-    """The command that goes on from this run's last checkpoint; None where nothing was saved."""
-    save = config.checkpoint.save
+def what_is_kept(config: Config) -> list[str]:
+    """For a run that was interrupted: what is saved of it and how to go on from there, or why nothing is."""
+    save, interval = config.checkpoint.save, config.checkpoint.save_interval
+    try:
+        found = None if save is None else CheckpointStore(save).resolve()
+    except UserError as error:
+        return [str(error)]
+    if found is not None and not found.weights_only:
+        return [f"saved: {found.directory}, after {rollout_name(found.iteration)}", f"Continue: {_command(config, {})}"]
     if save is None:
+        return ["nothing was saved: no --save"]
+    return [f"nothing was saved{': no --save-interval' if interval is None else f' yet: --save-interval {interval}'}"]
+
+
+def resume_command(config: Config) -> str | None:
+    """The command that goes on from this run's end, for as long again; None where nothing was saved."""
+    if config.checkpoint.save is None:
         return None
-    given = {"--load": save, "--num-rollout": f"{2 * (config.rollout.num_rollout or 1)}"}
+    return _command(config, {"--num-rollout": f"{2 * (config.rollout.num_rollout or 1)}"}, without=("--num-epoch",))
+
+
+def _command(config: Config, given: dict[str, str], without: tuple[str, ...] = ()) -> str:
+    """This run's command line with the last checkpoint to load, other values of some flags, and without others."""
+    given = {"--load": str(config.checkpoint.save), **given}
     if config.critic.critic_save is not None:
         given["--critic-load"] = config.critic.critic_save
-    words = _replaced([word for word in sys.argv if word], given, without=("--num-epoch", "--wandb-key"))
+    words = _replaced([word for word in sys.argv if word], given, without=("--ckpt-step", "--wandb-key", *without))
     inside = Path(sys.executable).is_relative_to(Path.cwd())
     return shlex.join([os.path.relpath(sys.executable) if inside else sys.executable, *words])
 

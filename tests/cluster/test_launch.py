@@ -1,0 +1,38 @@
+"""How a run ends that a person interrupts."""
+
+import asyncio
+import signal
+
+import pytest
+
+from vime.cluster.launch import one_interrupt_is_enough, tells_that_it_stops
+
+
+@pytest.fixture(autouse=True)
+def handler():
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, asyncio.CancelledError])
+def test_after_an_interrupt_further_ones_do_nothing(kind):
+    with pytest.raises(kind), one_interrupt_is_enough():
+        raise kind
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_a_run_that_is_not_interrupted_can_still_be():
+    with one_interrupt_is_enough():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_that_the_end_has_begun_is_told_of_interrupts_alone():
+    said = []
+    with pytest.raises(asyncio.CancelledError), tells_that_it_stops(said.append):
+        raise asyncio.CancelledError
+    with pytest.raises(ValueError), tells_that_it_stops(said.append):
+        raise ValueError
+    assert said == ["interrupted: stopping every process"]
