@@ -462,6 +462,16 @@ def test_offered_divisors_are_the_nearest(number, wanted, offer):
 
 
 WARNINGS = {
+    "--rollout-max-response-len 100000": (
+        "--rollout-max-response-len 100000 cannot be reached: the model's context is 1024, with the prompt in it"
+    ),
+    "--rollout-max-response-len 64 --vllm-max-model-len 64": (
+        "--rollout-max-response-len 64 cannot be reached: --vllm-max-model-len is 64, with the prompt in it"
+    ),
+    "--use-dynamic-batch-size --max-tokens-per-gpu 4": (
+        "--max-tokens-per-gpu 4 holds less than a response of --rollout-max-response-len 64: longer samples are passed "
+        "one by one, and take the memory that they need"
+    ),
     "--moe-aux-loss-coeff 0.01 --use-dynamic-batch-size --max-tokens-per-gpu 99": (
         "--moe-aux-loss-coeff 0.01 balances the experts of each micro-batch: with --use-dynamic-batch-size its loss "
         "depends on what is packed together, and so on the parallel layout"

@@ -46,6 +46,7 @@ RULES: tuple[Rule, ...] = (
 )
 WARNINGS: tuple[Rule, ...] = (
     *doubts.WARNINGS,
+    *model.WARNINGS,
     *idle.WARNINGS,
     *algorithm.WARNINGS,
     *asynchrony.WARNINGS,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from vime.config.config import OWN_FLAGS, Config
 from vime.config.foreign.megatron_lm import WITHOUT_EFFECT
-from vime.config.rules.base import Violation, is_given, option
+from vime.config.rules.base import Violation, is_given, known, option
 
 OF_EVALUATION = (
     *(name for name, flag in OWN_FLAGS.items() if flag.section == "evaluation"),
@@ -77,6 +77,20 @@ def both_lengths(config: Config) -> Iterator[Violation]:
         yield Violation(f"--num-epoch {config.rollout.num_epoch} is ignored: --num-rollout wins")
 
 
+def packs_hold_a_sample(config: Config) -> Iterator[Violation]:
+    """Of answers alone: prompts come on top."""
+    packed, response = config.batch.max_tokens_per_gpu, config.rollout.rollout_max_response_len
+    if not (config.batch.use_dynamic_batch_size and config.has_engines and known(packed, response)):
+        return
+    assert packed is not None
+    room = packed * config.parallel.context_parallel_size
+    if room < response:
+        yield Violation(
+            f"--max-tokens-per-gpu {packed} holds less than a response of --rollout-max-response-len {response}: "
+            "longer samples are passed one by one, and take the memory that they need"
+        )
+
+
 def without_effect(config: Config) -> Iterator[Violation]:
     for name, reason in WITHOUT_EFFECT.items():
         if name in config.megatron:
@@ -120,6 +134,7 @@ WARNINGS = (
     reference_only_watched,
     evaluation_never_runs,
     both_lengths,
+    packs_hold_a_sample,
     without_effect,
     router_balance,
     balanced_packs,

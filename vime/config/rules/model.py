@@ -208,6 +208,17 @@ def context_fits(config: Config) -> Iterator[Violation]:
                 yield Violation(f"{flag} {context} is more than {name}, which is {limit}")
 
 
+def response_fits(config: Config) -> Iterator[Violation]:
+    """A doubt: what is too long for the context ends there."""
+    response = config.rollout.rollout_max_response_len
+    limits = _context_limits(config, config.rollout.rollout_max_context_len)
+    name, limit = min(limits, key=lambda each: each[1], default=("", None))
+    if config.has_engines and known(response) and limit is not None and response >= limit:
+        yield Violation(
+            f"--rollout-max-response-len {response} cannot be reached: {name} is {limit}, with the prompt in it"
+        )
+
+
 def exact_context(config: Config) -> Iterator[Violation]:
     """Sparse attention is trained as dense attention, which it equals as long as it chooses every token."""
     shape = shape_or_none(config)
@@ -244,6 +255,7 @@ def shape_or_none(config: Config) -> ModelShape | None:
         return None
 
 
+WARNINGS = (response_fits,)
 RULES = (
     matches_config_json,
     engine_layout,
