@@ -12,7 +12,21 @@ from typing import Any
 
 from vime.errors import DamagedFile, UserError
 
-__all__ = ["append_whole", "cannot_write", "read_json_object", "reading", "reason", "refusal_behind", "writing"]
+__all__ = [
+    "append_whole",
+    "cannot_write",
+    "name_part",
+    "read_json_object",
+    "reading",
+    "reason",
+    "refusal_behind",
+    "writing",
+]
+
+
+def name_part(text: str) -> str:
+    """The text as a part of the name of a file."""
+    return "".join(char if char.isalnum() or char in "-_." else "_" for char in text)
 
 
 @contextmanager

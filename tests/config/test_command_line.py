@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from vime.algorithms import advantages
 from vime.config import parse_config, resolve
@@ -81,6 +82,37 @@ def test_an_odd_number_of_words_is_no_list_of_evaluation_sets(flags):
 def test_two_evaluation_sets_of_one_name_are_refused(flags, prompt_file):
     words = flags("--eval-interval", "1", "--eval-prompt-data", "a", str(prompt_file), "a", str(prompt_file))
     assert only_violation(words) == "--eval-prompt-data names 'a' 2 times; each data set needs its own name"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a b", "a/b"], "'a b' and 'a/b' would write the same files, eval_a_b_…; rename one of them"),
+        (["a", "a-errors"], "'a-errors' would be the name of a metric of 'a' too; rename one of them"),
+        (["a", "a-pass@4-ci95"], "'a-pass@4-ci95' would be the name of a metric of 'a' too; rename one of them"),
+        (
+            ["weight_version/min"],
+            "'weight_version/min' would be the name of a metric of all sets too; rename it",
+        ),
+        (["n" * 260], f"{'n' * 40}… must have 1 to 200 bytes: it is part of the name of a file"),
+    ],
+)
+def test_evaluation_sets_that_could_not_be_told_apart_are_refused(flags, prompt_file, tmp_path, names, message):
+    given = [word for name in names for word in (name, str(prompt_file))]
+    assert (
+        only_violation(flags("--eval-interval", "1", "--eval-prompt-data", *given)) == f"--eval-prompt-data: {message}"
+    )
+    file = tmp_path / "eval.yaml"
+    sets = [{"name": name, "path": str(prompt_file)} for name in names]
+    file.write_text(yaml.safe_dump({"eval": {"datasets": sets}}, allow_unicode=True))
+    assert (
+        only_violation(flags("--eval-interval", "1", "--eval-config", str(file))) == f"evaluation data sets: {message}"
+    )
+
+
+def test_an_evaluation_set_may_end_like_a_metric_of_no_other(flags, prompt_file):
+    words = flags("--eval-interval", "1", "--eval-prompt-data", "code-errors", str(prompt_file))
+    assert parse_config(words).evaluation.eval_prompt_data == (("code-errors", str(prompt_file)),)
 
 
 @pytest.mark.parametrize(

@@ -247,3 +247,9 @@ def test_samples_are_written_whatever_their_metadata_have_become(tmp_path):
     assert row["metadata"]["n"] == "an integer of 16610 bits"
     assert (row["metadata"]["nan"], row["metadata"]["(1, 2)"]) == ("nan", 3)
     assert json.dumps(row["metadata"]["circular"]).count("me") == 100
+
+
+@pytest.mark.parametrize("name", ["step", "rollout_id", "nonfinite"])
+def test_a_metric_cannot_take_the_place_of_what_a_row_has(tmp_path, name):
+    with pytest.raises(UserError, match=f"a metric cannot be named {name}, as what every row of metrics.jsonl has"):
+        RunRecorder(tmp_path).log({name: 3.0}, rollout_id=0, step=0)

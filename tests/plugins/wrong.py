@@ -6,6 +6,7 @@ import asyncio
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -150,6 +151,14 @@ def evaluate_list(args, rollout_id, data_source, evaluation=True):
     return [1.0, 0.0]
 
 
+def evaluate_step(args, rollout_id, data_source, evaluation=True):
+    return SimpleNamespace(data={"gsm8k": {"rewards": [1.0]}}, metrics={"step": 3.0})
+
+
+def evaluate_one_file(args, rollout_id, data_source, evaluation=True):
+    return {"a b": {"rewards": [1.0]}, "a/b": {"rewards": [1.0]}}
+
+
 def evaluate_scores(args, rollout_id, data_source, evaluation=True):
     return {"gsm8k": {"scores": [1.0]}}
 
@@ -237,6 +246,10 @@ def process_changes_samples(args, samples):
     for sample in samples:
         sample.reward -= 0.5
     return ([sample.reward for sample in samples],) * 2
+
+
+def log_step(rollout_id, args, samples, rollout_extra_metrics, rollout_time):
+    rollout_extra_metrics["step"] = 3
 
 
 def log_divides(rollout_id, args, samples, rollout_extra_metrics, rollout_time):

@@ -68,6 +68,25 @@ def test_a_skipped_step_names_the_samples_that_caused_it(
         assert metrics["train/log_ratio_clamped"] == pytest.approx(1 / 8)
 
 
+def test_a_sample_whose_importance_weight_is_no_number_is_named_and_the_others_are_trained(
+    model_of: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = make_samples()
+    _, *others = samples[5].rollout_log_probs or ()
+    nan = tuple(replace(s, rollout_log_probs=(float("nan"), *others)) if s.index == 5 else s for s in samples)
+    masked = tuple(replace(s, loss_mask=(0,) * s.response_length) if s.index == 5 else s for s in samples)
+    found = []
+    for given in (nan, masked):
+        with started(config_of(model_of(), "--fp32", "--lr", "1e-2", "--use-tis", "--tis-batch-normalize")) as worker:
+            (metrics,) = worker.train(batch_of(given)).steps
+            weights = torch.cat([p.detach().flatten() for chunk in worker.chunks for p in chunk.parameters()])
+            found.append((metrics, weights))
+    (metrics, weights), (_, expected) = found
+    assert torch.equal(weights, expected)
+    assert (metrics["train/nonfinite_samples"], metrics["train/skipped_steps"]) == (1, 0)
+    assert "sample 5: a log-prob of the engine, and with it an importance weight, is not finite" in caplog.text
+
+
 @pytest.mark.parametrize("flag", ["--use-tis", "--use-rollout-logprobs"])
 def test_a_sample_without_log_probs_is_not_trained_on_in_another_way(model_of: Callable[..., Path], flag: str) -> None:
     samples = tuple(replace(s, rollout_log_probs=None) if s.index == 2 else s for s in make_samples())

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vime.config.config import Config
+from vime.config.eval_names import problems
 from vime.config.kinds import Kind, kind_of
 from vime.config.reading import yaml_entries
 from vime.config.sections.reward import RM_TYPES
@@ -81,6 +82,8 @@ def eval_datasets(config: Config) -> tuple[EvalDataset, ...]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise UserError(f"evaluation data sets need different names; {', '.join(twice)} occurs more than once")
+    for problem in problems(names):
+        raise UserError(f"evaluation data sets: {problem}")
     return tuple(sets)
 
 

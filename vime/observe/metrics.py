@@ -11,7 +11,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["METRICS", "Metric", "describe", "split_finite"]
+__all__ = ["METRICS", "ROW_KEYS", "Metric", "describe", "split_finite"]
+
+ROW_KEYS = frozenset({"rollout_id", "step", "nonfinite"})
+"""What a row of metrics.jsonl has beside metrics, none of which may have such a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,11 @@ _TRAIN = _family(
         ("grad_norm", "", "Norm of the gradient before clipping."),
         ("mtp_loss", "nats", "Mean -log q of the layer for multi-token prediction, trained beside the policy."),
         ("mtp_grad_norm", "", "Norm of that layer's gradient before clipping, which the policy's leaves out."),
-        ("nonfinite_samples", "samples", "Samples left out because their advantages are not finite."),
+        (
+            "nonfinite_samples",
+            "samples",
+            "Samples left out: an advantage or importance weight is not finite.",
+        ),
         ("skipped_steps", "steps", "Optimizer steps left out because the gradient was not finite."),
         ("lr", "", "Learning rate."),
         ("critic_loss", "", "The critic's loss: mean of the clipped squared error of its values."),

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from vime.errors import UserError
-from vime.files import append_whole, writing
+from vime.files import append_whole, name_part, writing
 from vime.metadata import MAX_BITS, MAX_DEPTH
-from vime.observe.metrics import split_finite
+from vime.observe.metrics import ROW_KEYS, split_finite
 from vime.observe.trackers import Tracker
 from vime.types import Sample
 
@@ -66,8 +66,15 @@ class RunRecorder:
         """Writes one row and passes it to the trackers.
 
         Metrics that are not finite are left out and named under "nonfinite" in the row.
+
+        Raises:
+            UserError: one has the name of what is a row's own.
         """
         finite, nonfinite = split_finite(metrics)
+        for name in ROW_KEYS & metrics.keys():
+            raise UserError(
+                f"a metric cannot be named {name}, as what every row of metrics.jsonl has; name it otherwise"
+            )
         row: dict[str, Any] = {"rollout_id": rollout_id, "step": step, **finite}
         if nonfinite:
             row["nonfinite"] = nonfinite
@@ -80,7 +87,7 @@ class RunRecorder:
 
     def samples(self, rollout_id: int, samples: Sequence[Sample], *, name: str = "rollout") -> None:
         """Writes the samples of one rollout or evaluation, whole or not at all."""
-        path = self.run_dir / "samples" / f"{_file_name(name)}_{rollout_id:07d}.jsonl"
+        path = self.run_dir / "samples" / f"{name_part(name)}_{rollout_id:07d}.jsonl"
         with writing(path):
             path.parent.mkdir(exist_ok=True)
         _write_whole(path, (json.dumps(_sample_row(sample), ensure_ascii=False) + "\n" for sample in samples))
@@ -175,10 +182,6 @@ def _write_whole(path: Path, lines: Iterable[str]) -> None:
         except OSError:
             unfinished.unlink(missing_ok=True)
             raise
-
-
-def _file_name(name: str) -> str:
-    return "".join(char if char.isalnum() or char in "-_." else "_" for char in name)
 
 
 def _sample_row(sample: Sample) -> dict[str, Any]:

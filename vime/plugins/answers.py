@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vime.config.eval_names import problems
+from vime.observe.metrics import ROW_KEYS
 from vime.plugins.contract import WrongAnswer, shown
 from vime.plugins.filled import read_metadata, read_values
 from vime.types import Group, InvalidSample, Sample, Status
@@ -156,6 +158,11 @@ def eval_data_and_metrics(answer: Any) -> tuple[EvalData, dict[str, float]]:
         numbers(entry["rewards"], f"rewards of {name!r}")
         for place, rewards in enumerate(_prompts(entry.get("by_prompt", []), name)):
             numbers(rewards, f"by_prompt[{place}] of {name!r}")
+    for name in data:
+        if not isinstance(name, str):
+            raise WrongAnswer(f"must name every data set by a text, not {shown(name)}")
+    for problem in problems(list(data)):
+        raise WrongAnswer(f"named a data set as it cannot be: {problem}")
     return data, metrics_of(getattr(answer, "metrics", None))
 
 
@@ -171,7 +178,20 @@ def metrics_of(answer: Any) -> dict[str, float]:
         return {}
     if not isinstance(answer, Mapping):
         raise WrongAnswer(f"must give metrics as a dict of numbers, not {shown(answer)}")
+    check_metric_names(answer)
     return {str(name): _number(value, f"metric {name!r}") for name, value in answer.items()}
+
+
+def check_metric_names(metrics: Mapping[Any, Any]) -> None:
+    """Raises WrongAnswer where a metric would take the place of what every row of metrics.jsonl has."""
+    for name in ROW_KEYS & metrics.keys():
+        raise WrongAnswer(f"must not name a metric {name}, as what every row of metrics.jsonl has; name it otherwise")
+
+
+def logged(answer: Any, metrics: Mapping[str, float]) -> bool:
+    """Whether a function for logging has logged ``metrics`` by itself; it may have added some."""
+    check_metric_names(metrics)
+    return bool(answer)
 
 
 def hooked_sample(answer: Any, sample: Sample, given: Identity, *, vocab_size: int | None = None) -> Sample:

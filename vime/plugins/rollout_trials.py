@@ -212,14 +212,15 @@ def try_rollout_log(trial: Trial) -> None:
     samples = synthetic.flat(synthetic.graded_groups(trial, failures=True))
     metrics = {"rollout/raw_reward": 0.5, "rollout/response_len/mean": 3.2}
     with trial.case("a rollout", partial(dict, samples=samples)):
-        trial.call(synthetic.ROLLOUT_ID, trial.args, samples, metrics, 12.5)
+        answers.logged(trial.call(synthetic.ROLLOUT_ID, trial.args, samples, metrics, 12.5), metrics)
 
 
 def try_eval_log(trial: Trial) -> None:
     samples = synthetic.graded_groups(trial)[0]
     data = {"gsm8k": {"rewards": [1.0, 0.0, 1.0, 0.0], "truncated": [False] * 4, "samples": samples}}
     with trial.case("an evaluation", partial(dict, data=data)):
-        trial.call(synthetic.ROLLOUT_ID, trial.args, data, {"eval/gsm8k": 0.5})
+        metrics = {"eval/gsm8k": 0.5}
+        answers.logged(trial.call(synthetic.ROLLOUT_ID, trial.args, data, metrics), metrics)
 
 
 def request_params(params: SamplingParams) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from vime.observe.rollout_metrics import multi_turn_metrics, pass_rates, rollout
 from vime.observe.signal import SignalWatch
 from vime.plugins import Hook, Hooks, resolve_hooks
 from vime.plugins import rollout as contracts
+from vime.plugins.answers import logged
 from vime.plugins.catalog import load_hook, log_file
 from vime.ports import DataSource, Generator, GraderPool, Recorder, Teacher
 from vime.rewards import code, registry
@@ -422,7 +423,10 @@ def _rollout_metrics(config: Config, hooks: Hooks, args: Args, history: WeightHi
             found |= multi_turn_metrics(samples)
         found |= collected.metrics
         about = rollout_name(rollout_id)
-        return {} if log is not None and log.call(rollout_id, args, samples, found, seconds, about=about) else found
+        read = functools.partial(logged, metrics=found)
+        if log is not None and log.call(rollout_id, args, samples, found, seconds, about=about, read=read):
+            return {}
+        return found
 
     return metrics
 
@@ -433,7 +437,10 @@ def _eval_metrics(hooks: Hooks, args: Args, history: WeightHistory) -> EvalMetri
     def metrics(rollout_id: int, evaluated: Evaluated) -> dict[str, float]:
         found = version_metrics([history.version]) | eval_metrics(evaluated.data) | dict(evaluated.metrics)
         about = f"the {evaluation_name(rollout_id)}"
-        return {} if log is not None and log.call(rollout_id, args, evaluated.data, found, about=about) else found
+        read = functools.partial(logged, metrics=found)
+        if log is not None and log.call(rollout_id, args, evaluated.data, found, about=about, read=read):
+            return {}
+        return found
 
     return metrics
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,7 +16,7 @@ from vime.training.loss import no_log_probs, not_finite
 from vime.training.packing import MicroBatch
 from vime.types import TrainBatch
 
-__all__ = ["advantages_of", "drop_not_finite", "weight_scales"]
+__all__ = ["advantages_of", "drop_not_finite", "drop_without_weight", "weight_scales"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,3 +79,13 @@ def drop_not_finite(advantages_t: Tensor, pack: MicroBatch, *, what: str = "an a
         advantages_t.masked_fill_(bad_t, 0.0)
         pack.mask_t.masked_fill_(bad_t, False)
     return len(names)
+
+
+def drop_without_weight(pack: MicroBatch) -> int:
+    """The same for samples whose importance weights are no numbers, because a log-prob of the engine is none; infinite
+    ones are bounded, as any weight is."""
+    if pack.rollout_log_probs_t is None:
+        return 0
+    unknown_t = pack.rollout_log_probs_t.isnan()
+    weights_t = torch.zeros_like(pack.rollout_log_probs_t).masked_fill(unknown_t, math.nan)
+    return drop_not_finite(weights_t, pack, what="a log-prob of the engine, and with it an importance weight,")

@@ -23,7 +23,7 @@ from vime.models.routes import RouteShape
 from vime.training.build import actor_shape, build_chunks, precision_fields
 from vime.training.checkpoint import load_weights, save_megatron
 from vime.training.draft import DraftObjective, embedding_lent
-from vime.training.estimates import advantages_of, drop_not_finite, weight_scales
+from vime.training.estimates import advantages_of, drop_not_finite, drop_without_weight, weight_scales
 from vime.training.forward import is_last_stage, log_probs_of
 from vime.training.freezing import Selection
 from vime.training.layers.moe import Router
@@ -244,7 +244,11 @@ class TrainWorker(ModelWorker[Given]):
         if gaps is not None:
             coef = self.config.distillation.opd_kl_coef
             found = [distilled(advantages_t, gap_t, coef) for advantages_t, gap_t in zip(found, gaps, strict=True)]
-        dropped = [drop_not_finite(advantages_t, pack) for advantages_t, pack in zip(found, packs, strict=True)]
+        weighted = self.config.off_policy.use_tis
+        dropped = [
+            drop_not_finite(advantages_t, pack) + (drop_without_weight(pack) if weighted else 0)
+            for advantages_t, pack in zip(found, packs, strict=True)
+        ]
         if self.config.algorithm.normalize_advantages:
             found = _whitened(found, packs)
         scales = self._weight_scales(batch, packs, old)

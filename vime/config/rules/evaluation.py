@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vime.config.config import Config
+from vime.config.eval_names import problems
 from vime.config.rules.base import Violation
 from vime.config.rules.ranges import RANGES
 from vime.config.sections.reward import needs_label
@@ -31,6 +32,8 @@ def distinct_names(config: Config) -> Iterator[Violation]:
     for name, count in counts.items():
         if count > 1:
             yield Violation(f"--eval-prompt-data names {name!r} {count} times; each data set needs its own name")
+    for problem in problems(list(counts)):
+        yield Violation(f"--eval-prompt-data: {problem}")
 
 
 def sets_of_the_file(config: Config) -> Iterator[Violation]:
