@@ -24,7 +24,7 @@ from vime.config import Args, Config
 from vime.plugins import rollout as contracts
 from vime.ports import Trainer
 from vime.rewards.hub import RewardHub
-from vime.rollout.build import Prompts, check_graders, make_hub, make_manager, make_pool, make_rewarder
+from vime.rollout.build import Prompts, check_endpoint, check_graders, make_hub, make_manager, make_pool, make_rewarder
 from vime.rollout.manager import RolloutManager
 from vime.rollout.routes import route_shape
 from vime.rollout.staleness import WeightHistory
@@ -81,6 +81,7 @@ class Job(TrainingJob):
         config = self._config
         if self._teacher is not None:  # before anything that takes minutes
             await self._teacher.log_probs(self._prompts.probe_prompt(), 1)
+        check_endpoint(config)
         await check_graders(config)
         if self.turns.engines_sleep:  # a starting engine wants all the memory that it will ever have
             await together([self._start_engines(), self._pool.start()])

@@ -50,6 +50,7 @@ from vime.rollout.hooks import (
 from vime.rollout.limits import context_limit, prompt_limit
 from vime.rollout.manager import EvalMetrics, RolloutManager, RolloutMetrics
 from vime.rollout.openai_endpoint.entry import agent_of
+from vime.rollout.openai_endpoint.server import check_address
 from vime.rollout.routes import RouteCheck, route_shape
 from vime.rollout.runner import Gate, Generate, Rewarder, Runner
 from vime.rollout.sampling import Collected, InFlight, Judge, Sampler, keep_all, not_failed
@@ -106,7 +107,7 @@ def load_prompts(config: Config) -> Prompts:
         UserError: a file, row, tokenizer or function cannot be used; one line each.
     """
     hooks = resolve_hooks(config)
-    if (config.hooks.custom_generate_function_path or "").replace(":", ".") == GENERATE:
+    if _runs_agents(config):
         agent_of(config.agent.agent_function_path, config.agent.agent_command)
     context = context_limit(config, config.rollout.rollout_max_context_len)
     checkpoint = config.checkpoint
@@ -152,6 +153,20 @@ def make_pool(config: Config) -> GraderProcessPool:
         preload=local,
         environment=environment,
     )
+
+
+def check_endpoint(config: Config) -> None:
+    """Finds out whether the endpoint of agents can listen where it shall, which it does from the first sample on.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if _runs_agents(config):
+        check_address(config.agent.agent_host, config.agent.agent_port)
+
+
+def _runs_agents(config: Config) -> bool:
+    return (config.hooks.custom_generate_function_path or "").replace(":", ".") == GENERATE
 
 
 async def check_graders(config: Config) -> None:

@@ -25,6 +25,7 @@ from vime.data.codec import check_sample
 from vime.errors import UserError
 from vime.observe.rollout_metrics import multi_turn_metrics
 from vime.rollout.openai_endpoint import Endpoint, Speaker, agent_of, agents, command_agent, generate, play
+from vime.rollout.openai_endpoint.server import check_address
 from vime.sandbox import LocalSandbox
 from vime.types import Sample, SamplingParams, Status
 
@@ -170,6 +171,22 @@ async def test_a_dict_may_be_the_reward_where_a_key_is_named(tokenizer):
     assert sample.score("tests") == 0.5
     (sample,) = await played(agent, ScriptedGenerator(tokenizer, script), tokenizer, reward_key="other")
     assert "'other' (--reward-key) of the dict" in sample.metadata["multi_turn"]["failure"]
+
+
+def test_an_address_at_which_nobody_can_listen_is_found_before_the_first_sample():
+    check_address("127.0.0.1", 0)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(
+            UserError, match=f"--agent-port {port}: the endpoint .* cannot listen there: Address already"
+        ):
+            check_address("127.0.0.1", port)
+    check_address("127.0.0.1", port)
+    for host in ("192.0.2.1", "h" * 300):
+        with pytest.raises(
+            UserError, match=f"--agent-host {host} --agent-port 0: the endpoint of agents cannot listen"
+        ):
+            check_address(host, 0)
 
 
 async def test_an_agent_that_exits_fails_alone(tokenizer):

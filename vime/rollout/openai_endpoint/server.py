@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from vime.errors import UserError
 from vime.rollout.multi_turn.tool_calls import UNREADABLE
 from vime.rollout.openai_endpoint.protocol import Answer, ChatRequest, Refused, read_request, whole_characters
 from vime.rollout.openai_endpoint.session import Session, Speaker
@@ -29,6 +30,23 @@ MODEL = "vime"
 
 MAX_TRANSCRIPTS = 64
 """Of a session, unless more are allowed."""
+
+
+def check_address(host: str, port: int) -> None:
+    """Finds out whether an endpoint could listen there now.
+
+    Raises:
+        UserError: it could not.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        socket.create_server((host, port), family=family).close()
+    except (OSError, ValueError, OverflowError) as error:  # ValueError: a host that is no name
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"--agent-host {host} --agent-port {port}: the endpoint of agents cannot listen there: {reason}; give "
+            "another port, or 0 for any"
+        ) from error
 
 
 class Endpoint:
