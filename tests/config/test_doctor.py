@@ -74,3 +74,30 @@ def test_a_run_is_compared_with_the_memory_of_the_machine(tmp_path, monkeypatch,
     monkeypatch.setattr(doctor, "gpu_bytes", lambda what: [1 << 20])
     assert main(["doctor", *flags]) == 1
     assert "FAIL  a training rank needs at least" in capsys.readouterr().out
+
+
+def test_a_model_alone_is_checked(tmp_path, capsys):
+    model = make_model(tmp_path / "model", "llama", tied=True)
+    code = main(["doctor", "--hf-checkpoint", str(model)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
+        f"ok    --hf-checkpoint {model}: LlamaForCausalLM, 0.0 GiB of weights in 16 bits",
+        "ok    the flags given are right; a run needs 6 more, which vime explain names",
+    ]
+    assert code == (1 if any(line.startswith("FAIL") for line in lines) else 0)
+    (model / "model.safetensors").unlink()
+    assert main(["doctor", "--hf-checkpoint", str(model)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"FAIL  --hf-checkpoint {model}: neither model.safe")
+
+
+def test_a_grader_alone_is_checked(monkeypatch, capsys):
+    main(["doctor", "--rm-type", "math"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("ok    the flags given are right; a run needs ")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["doctor", "--rm-type", "ifbench"]) == 1
+    assert "FAIL  --rm-type ifbench needs the package if-verifiable" in capsys.readouterr().out
+
+
+def test_help_says_what_is_checked(capsys):
+    assert main(["doctor", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: vime doctor [FLAGS]\n\n``vime doctor [FLAGS]``: one line")

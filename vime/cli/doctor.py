@@ -1,6 +1,7 @@
-"""``vime doctor``: one line for each thing that this machine needs; exits with 1 if something is missing.
+"""``vime doctor [FLAGS]``: one line for each thing that this machine needs; exits with 1 if something is missing.
 
-With the flags of a run behind it, also whether the run's weights and optimizer fit the GPUs here, or this machine.
+Flags of a run, all or some, are checked too: --hf-checkpoint for a model that can be read, --rm-type for a grader that
+is installed, layouts for weights and optimizer that fit the GPUs here or, without any, this machine.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-from vime.config import Config, megatron_core, parse_config
-from vime.config.memory import crowding, needs, on_one_machine, shortage
+from vime.config import Config, megatron_core, resolve
+from vime.config.memory import crowding, engine_bytes, needs, on_one_machine, shortage
+from vime.config.parse import with_hooks_checked
+from vime.config.rules.base import known
 from vime.models import load_shape
 from vime.observe.gpu_memory import gpu_bytes
 from vime.observe.machine import cores, host_bytes
@@ -35,11 +38,11 @@ class Check:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Takes the flags of a run, or none."""
-    if argv and argv[0] in ("-h", "--help"):
-        print("usage: vime doctor [FLAGS OF A RUN]", file=sys.stderr)
+    """Takes flags of a run, or none."""
+    if "-h" in argv or "--help" in argv:
+        print(f"usage: vime doctor [FLAGS]\n\n{__doc__}", end="")
         return 0
-    checks = [*all_checks(), *([room(parse_config(argv))] if argv else [])]
+    checks = [*all_checks(), *(checks_of_flags(argv) if argv else ())]
     for check in checks:
         print(f"{'ok  ' if check.good else 'FAIL'}  {check.text}")
     return 0 if all(check.good for check in checks) else 1
@@ -54,6 +57,29 @@ def all_checks() -> Iterator[Check]:
     yield from build_conflicts(installed("torch"))
     yield memory()
     yield Check(True, f"{cores()} core{'s' if cores() > 1 else ''} for this process")
+
+
+def checks_of_flags(argv: Sequence[str]) -> Iterator[Check]:
+    """What is wrong with the flags that were given; they need not be all that a run needs."""
+    resolution = with_hooks_checked(resolve(argv))
+    wrong = [violation for violation in resolution.violations if violation not in resolution.lacking]
+    yield from (Check(False, violation) for violation in wrong)
+    if wrong:
+        return
+    checkpoint, cluster = resolution.config.checkpoint, resolution.config.cluster
+    if known(checkpoint.hf_checkpoint):
+        yield model(checkpoint.hf_checkpoint)
+        if known(cluster.rollout_num_gpus):
+            yield room(resolution.config)
+    more = f"; a run needs {len(resolution.lacking)} more, which vime explain names" if resolution.lacking else ""
+    yield Check(True, f"the flags given are right{more}")
+
+
+def model(folder: str) -> Check:
+    """What a model is; rules have looked at its files."""
+    shape = load_shape(folder)
+    weights = engine_bytes(shape, itemsize=2, processes=1) / (1 << 30)
+    return Check(True, f"--hf-checkpoint {folder}: {shape.architecture}, {weights:.1f} GiB of weights in 16 bits")
 
 
 def python_version(version: tuple[int, int]) -> Check:

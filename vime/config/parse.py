@@ -33,6 +33,7 @@ class Resolution:
     config: Config  # where something is wrong, its value may be None or the default
     violations: tuple[str, ...]
     warnings: tuple[str, ...]
+    lacking: frozenset[str] = frozenset()  # those violations that only say what a run needs besides
 
 
 def resolve(argv: Sequence[str]) -> Resolution:
@@ -43,10 +44,12 @@ def resolve(argv: Sequence[str]) -> Resolution:
     warnings = derive(values, draft.origins)
     custom = _custom(values["custom_config_path"], draft.errors)
     config = _build(values, draft, custom, critic_overrides)
+    found = _unbroken(RULES, config, draft)
     return Resolution(
         config=config,
-        violations=(*draft.errors, *_messages(RULES, config, draft)),
-        warnings=(*warnings, *_messages(WARNINGS, config, draft)),
+        violations=(*draft.errors, *_messages(found)),
+        warnings=(*warnings, *_messages(_unbroken(WARNINGS, config, draft))),
+        lacking=frozenset(each.message for each in found if each.lacking),
     )
 
 
@@ -128,9 +131,12 @@ def _custom(path: str | None, errors: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _messages(rules: Iterable[Rule], config: Config, draft: Draft) -> list[str]:
-    found = [each.message for each in violations_of(rules, config) if not draft.broken & set(each.about)]
-    return list(dict.fromkeys(found))
+def _unbroken(rules: Iterable[Rule], config: Config, draft: Draft) -> list[Violation]:
+    return [each for each in violations_of(rules, config) if not draft.broken & set(each.about)]
+
+
+def _messages(found: Iterable[Violation]) -> list[str]:
+    return list(dict.fromkeys(each.message for each in found))
 
 
 def violations_of(rules: Iterable[Rule], config: Config) -> Iterator[Violation]:

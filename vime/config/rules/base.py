@@ -22,6 +22,7 @@ class Violation:
 
     message: str
     about: tuple[str, ...] = ()
+    lacking: bool = False  # a run needs more than was given, and what was given is fine
 
 
 Rule = Callable[[Config], Iterator[Violation]]

@@ -20,13 +20,14 @@ def required_flags(config: Config) -> Iterator[Violation]:
     for name, flag in OWN_FLAGS.items():
         unused = config.algorithm.is_sft and name in NOT_IN_SFT
         if flag.required and values[name] is None and not unused:
-            yield Violation(f"{flag.option} is required ({flag.help.rstrip('.')})", (name,))
+            yield Violation(f"{flag.option} is required ({flag.help.rstrip('.')})", (name,), lacking=True)
 
 
 def run_length(config: Config) -> Iterator[Violation]:
     rollout = config.rollout
     if rollout.num_rollout is None and rollout.num_epoch is None:
-        yield Violation("--num-rollout or --num-epoch is required: how long the run is", ("num_rollout", "num_epoch"))
+        about = ("num_rollout", "num_epoch")
+        yield Violation("--num-rollout or --num-epoch is required: how long the run is", about, lacking=True)
     if rollout.num_rollout == 0 and config.evaluation.eval_interval is None:
         yield Violation("--num-rollout 0 only evaluates: give --eval-interval and --eval-prompt-data")
     if rollout.num_rollout == 0 and config.evaluation.skip_eval_before_train:
@@ -36,14 +37,17 @@ def run_length(config: Config) -> Iterator[Violation]:
 def prompts(config: Config) -> Iterator[Violation]:
     replaced = config.hooks.data_source_path is not None or config.ops.debug_train_only
     if config.data.prompt_data is None and not replaced:
-        yield Violation("--prompt-data is required (or --data-source-path): where the prompts come from")
+        message = "--prompt-data is required (or --data-source-path): where the prompts come from"
+        yield Violation(message, lacking=True)
 
 
 def rollout_slots(config: Config) -> Iterator[Violation]:
     given: int | None = config.cluster.rollout_num_gpus
     if given is None:
         yield Violation(
-            "--rollout-num-gpus is required without --colocate: how many slots the engines get", ("rollout_num_gpus",)
+            "--rollout-num-gpus is required without --colocate: how many slots the engines get",
+            ("rollout_num_gpus",),
+            lacking=True,
         )
 
 
@@ -73,7 +77,7 @@ def grading(config: Config) -> Iterator[Violation]:
     graded_elsewhere = hooks.custom_rm_path or hooks.custom_generate_function_path or hooks.rollout_function_path
     taught = config.distillation.use_opd and config.evaluation.eval_interval is None  # rewards are 0 then
     if reward.rm_type is None and not graded_elsewhere and config.has_engines and not taught:
-        yield Violation("--rm-type or --custom-rm-path is required: how answers are graded", ("rm_type",))
+        yield Violation("--rm-type or --custom-rm-path is required: how answers are graded", ("rm_type",), lacking=True)
     if reward.rm_type is not None and reward.rm_type.endswith("remote_rm") and reward.rm_url is None:
         yield Violation(f"--rm-type {reward.rm_type} needs --rm-url: the address of the reward service", ("rm_url",))
     if reward.group_rm and hooks.custom_rm_path is None:
@@ -84,7 +88,7 @@ def labels(config: Config) -> Iterator[Violation]:
     rm_type = config.reward.rm_type
     by_rule = rm_type is not None and needs_label(rm_type) and config.hooks.custom_rm_path is None
     if by_rule and config.has_engines and config.data.label_key is None and config.hooks.data_source_path is None:
-        yield Violation(f"--rm-type {rm_type} compares with a label: give --label-key", ("label_key",))
+        yield Violation(f"--rm-type {rm_type} compares with a label: give --label-key", ("label_key",), lacking=True)
 
 
 def reference_model(config: Config) -> Iterator[Violation]:
