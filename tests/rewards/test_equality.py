@@ -1,8 +1,14 @@
 """Which answers are the same mathematics. Pairs are answer | label."""
 
-import pytest
+import time
 
-from vime.rewards.equality import compare, same_answer
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vime.rewards.equality import clean, compare, same_answer
+from vime.rewards.numbers import last_number, parse_number
+from vime.rewards.units import quantity
 from vime.types import GradeStatus
 
 EQUAL = r"""
@@ -77,6 +83,10 @@ x = 1\,000 | 1000
 5 cm | 5 centimeters
 5\text{ m}^2 | 5 square meters
 60 km/h | 60 kilometers per hour
+3 m s^{-1} | 3\text{ m/s}
+9.8 m s^-2 | 9.8 m/s^2
+\log_2 3 | \log_2(3)
+\log_{2} 3 | \log_23
 12 units | 12 cm
 5 | 5 kg
 30^\circ\text{C} | 30 °C
@@ -149,6 +159,50 @@ def test_equal(answer, label):
 @pytest.mark.parametrize(("answer", "label"), pairs(NOT_EQUAL))
 def test_not_equal(answer, label):
     assert not same_answer(answer, label)
+
+
+PIECES = [
+    *(
+        "1",
+        "23",
+        "456",
+        ".",
+        ",",
+        "/",
+        " ",
+        "-",
+        "−",
+        "+",
+        "%",
+        "½",
+        "²",
+        "⁻",
+        "１",
+        "\u2009",
+        r"\,",
+        r"\!",
+        r"\ ",
+        "~",
+        "{,}",
+    ),
+    *(r"\frac", r"\text{", "{", "}", "^", r"\circ", "°", "cm", "m", "per", "square", "units", "x", "=", "$", "e9"),
+]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=10).map("".join))
+def test_no_text_makes_the_readers_fail_and_every_answer_is_itself(text):
+    for read in (parse_number, last_number, quantity):
+        read(text)
+        read(clean(text))
+    assert same_answer(text, text) or not clean(text)
+
+
+def test_long_answers_are_read_in_time():
+    begin = time.process_time()
+    for piece in ("^2", "1 ", "1 234 ", "m/", r"\text{m}", "½", "x^{2} ", "1.234\\,", "square "):
+        assert not same_answer("5" + piece * 2000, "5 cm")
+        last_number(piece * 2000)
+    assert time.process_time() - begin < 10
 
 
 def test_integers_of_five_thousand_digits_are_compared_as_text():

@@ -25,7 +25,7 @@ _EMPHASIS = re.compile(r"(\*\*|__)(.+)\1", re.DOTALL)
 _SPACING = re.compile(r"(?<!\\)\\[,;:! ]|~")
 _THOUSANDS = re.compile(r"(?<![\d.,^])\d{1,3}(?: \d{3})+(?!\d)")
 _DECIMALS = re.compile(r"(?<=\.)(?:\d{3}\\,)+\d{1,3}(?!\d)")
-_APART = re.compile(r"\d\s+\d")
+_APART = re.compile(r"(?<![\d_^])\d+\s+\d")  # but for a subscript or exponent of one digit
 _MIXED = re.compile(r"(?<![\d.,/^])(\d{1,9})\s+(\d{1,9})\s*/\s*(\d{1,9})(?![\d.])")
 _UNBRACED = re.compile(r"\\(frac|binom)\s*(\d)\s*(\d)(?!\d)")
 _DEGREES = re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*$|\s*°\s*$")

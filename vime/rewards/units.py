@@ -111,7 +111,9 @@ def _canonical(tail: str) -> str:
     for part in _PARTS.findall(tail):
         part = "^" + part.strip("^{} \t") if part.startswith("^") else part
         power = _POWERS.get(part.lower())
-        if power and part.lower() in ("squared", "cubed"):
+        if part.startswith("^-") and found:  # m s^-1 is m/s
+            found[-1:] = ["/", found[-1], *filter(None, [part.replace("-", "").removesuffix("^1")])]
+        elif power and part.lower() in ("squared", "cubed"):
             found.append(power)
         elif power:
             before = power
