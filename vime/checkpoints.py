@@ -19,13 +19,14 @@ imported here.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,9 @@ _MEGATRON_METADATA = "metadata.json"  # Megatron writes it last into a torch_dis
 _ITERATION = re.compile(r"iter_(\d{7})")
 _ASIDE = re.compile(r"\.iter_(\d{7})\.replaced")
 _WORK = re.compile(r"\.(iter_\d{7})\..+\.tmp")
+_OURS = re.compile(
+    rf"(({CRITIC}|ref)/)?({STATE}|{COMPLETE}|common\.pt|metadata\.json|\.metadata|[^/]+\.distcp|mp_rank_[^/]+/[^/]+\.pt)"
+)
 _MOST_DIGITS = 18  # of the number of a rollout
 
 logger = logging.getLogger(__name__)
@@ -211,7 +215,7 @@ class CheckpointStore:
         for match, path in self._matching(_ASIDE):
             final = self._folder(int(match[1]))
             if final.exists():
-                shutil.rmtree(path)
+                _remove_replaced(path, final)
             else:
                 path.rename(final)
         _sync_folder(self.root)
@@ -293,6 +297,23 @@ def older_may_do(checkpoint: Path, option: str = "--ckpt-step") -> Iterator[None
 
 def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.replaced")
+
+
+def _remove_replaced(replaced: Path, final: Path) -> None:
+    """Removes a checkpoint in whose place there is a new one. What somebody else put into it is kept beside that."""
+    for path in sorted(replaced.rglob("*"), reverse=True):  # folders behind what is in them
+        if path.is_dir() and not path.is_symlink():
+            with suppress(OSError):  # something of others is there
+                path.rmdir()
+        elif _OURS.fullmatch(path.relative_to(replaced).as_posix()):
+            path.unlink()
+    if not any(replaced.iterdir()):
+        replaced.rmdir()
+        return
+    names = (final.with_name(f"{final.name}.replaced-{number}") for number in itertools.count(1))
+    kept = next(name for name in names if not name.exists())
+    replaced.rename(kept)
+    logger.warning("%s was saved again; what it had besides the checkpoint is in %s now", final, kept)
 
 
 def _write_durably(path: Path, text: str) -> None:

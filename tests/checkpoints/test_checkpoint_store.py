@@ -20,7 +20,7 @@ from vime.unfinished import identity
 
 def save(root: Path, rollout_id: int, **state: object) -> Path:
     store = CheckpointStore(root)
-    (store.begin(rollout_id) / "weights").write_text(json.dumps(state))
+    (store.begin(rollout_id) / "common.pt").write_text(json.dumps(state))
     return store.commit(rollout_id, state)
 
 
@@ -40,7 +40,7 @@ def test_layout_is_megatrons_with_our_state_and_marker(tmp_path: Path) -> None:
     folder = save(tmp_path / "run", 20, cursor=7)
     assert folder == tmp_path / "run" / "iter_0000020"
     assert (tmp_path / "run" / TRACKER).read_text().strip() == "20"
-    assert {path.name for path in folder.iterdir()} == {"weights", STATE, COMPLETE}
+    assert {path.name for path in folder.iterdir()} == {"common.pt", STATE, COMPLETE}
     assert hidden(tmp_path / "run") == []
 
 
@@ -184,10 +184,27 @@ def test_what_an_older_version_left_is_told_where_its_process_may_live(tmp_path:
         CheckpointStore(tmp_path).clear()
 
 
+def test_what_somebody_put_into_a_checkpoint_that_is_saved_again_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in (1, 2):
+        folder = save(tmp_path, 1, number=number)
+        for name in (f"hf/export{number}", "critic/common.pt", "mp_rank_00/model_optim_rng.pt", "ref/__0_0.distcp"):
+            (folder / name).parent.mkdir()
+            (folder / name).touch()
+    save(tmp_path, 1, number=3)
+    kept = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*.replaced-*/**/*") if path.is_file()}
+    assert kept == {"iter_0000001.replaced-1/hf/export1", "iter_0000001.replaced-2/hf/export2"}
+    assert f"is in {tmp_path / 'iter_0000001.replaced-2'} now" in caplog.text
+    assert CheckpointStore(tmp_path).iterations() == [1]
+    save(tmp_path, 1, number=4)
+    assert len(list(tmp_path.glob("*.replaced-*"))) == 2, "nothing but the checkpoint was in the third"
+
+
 def test_a_save_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
     save(tmp_path, 1)
     store = CheckpointStore(tmp_path)
-    (store.begin(2) / "weights").touch()
+    (store.begin(2) / "common.pt").touch()
     store.discard(2)
     assert hidden(tmp_path) == []
     point = store.resolve()
@@ -262,7 +279,7 @@ SAVE_AND_DIE = textwrap.dedent("""
 
     sys.addaudithook(die_at_the_nth_touch_of_the_disk)
     store = CheckpointStore(root)
-    (store.begin(rollout_id) / "weights").write_text('{"value": "new"}')
+    (store.begin(rollout_id) / "common.pt").write_text('{"value": "new"}')
     store.commit(rollout_id, {"value": "new"})
 """)
 
@@ -280,7 +297,7 @@ def test_killed_at_any_moment_a_run_resumes_from_the_last_whole_checkpoint(
         assert code in (0, -signal.SIGKILL)
         point = CheckpointStore(root).resolve()
         assert point is not None and point.state is not None
-        assert json.loads((point.directory / "weights").read_text()) == point.state
+        assert json.loads((point.directory / "common.pt").read_text()) == point.state
         assert point.iteration == (rollout_id if point.state["value"] == "new" else before)
         outcomes.append(point.state["value"])
         save(root, 3, value="later")
