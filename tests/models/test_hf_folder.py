@@ -107,6 +107,16 @@ def test_what_a_killed_process_left_goes_though_another_has_its_number(tmp_path:
     assert {path.name for path in tmp_path.iterdir()} == {"origin", "out", alive}
 
 
+def test_a_model_that_a_killed_process_had_only_moved_away_comes_back(tmp_path: Path, origin: Path) -> None:
+    out = tmp_path / "out"
+    write(out, origin, 1.0)
+    out.rename(unfinished(out, "old.tmp"))
+    with files_end_at(50), pytest.raises(UserError, match="File too large"):
+        write(out, origin, 2.0)
+    assert value_in(out) == 1.0
+    assert {path.name for path in tmp_path.iterdir()} == {"origin", "out"}
+
+
 @pytest.mark.parametrize("room", [0, 50, 200])
 def test_a_full_disk_is_one_line_and_the_old_model_stays(tmp_path: Path, origin: Path, room: int) -> None:
     out = tmp_path / "out"

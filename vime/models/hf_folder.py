@@ -336,14 +336,10 @@ def weight_files(hf_dir: Path) -> list[Path]:
 def _indexed_files(index: Path) -> list[str]:
     """The names of the files in which an index says that tensors are."""
     places = read_json_object(index).get("weight_map")
-    names = (
-        set(places.values())
-        if isinstance(places, dict) and all(isinstance(name, str) for name in places.values())
-        else set()
-    )
-    if not names:
+    names = list(places.values()) if isinstance(places, dict) else []
+    if not names or not all(isinstance(name, str) for name in names):
         raise UserError(f"{index}: 'weight_map' must say of every tensor which file has it; was it downloaded whole?")
-    return sorted(names)
+    return sorted(set(names))
 
 
 def _copy_small_files(origin: Path, work: Path) -> None:
@@ -370,10 +366,13 @@ def _put_in_place(work: Path, directory: Path) -> None:
 
 
 def _remove_abandoned_work(directory: Path) -> None:
-    """Removes what processes left that were killed while they wrote ``directory`` from this machine."""
+    """Removes what processes left that were killed while they wrote ``directory`` from this machine; a model that one
+    had only moved away comes back."""
     for path in directory.parent.iterdir():
         owner = owner_of(path, directory.name)
-        if owner in (Owner.SELF, Owner.DEAD):
+        if owner in (Owner.SELF, Owner.DEAD) and path.name.endswith(".old.tmp") and not directory.exists():
+            path.rename(directory)
+        elif owner in (Owner.SELF, Owner.DEAD):
             shutil.rmtree(path, ignore_errors=True)
         elif owner is Owner.UNCLEAR:
             logger.warning("%s was left by %s; remove it if nobody writes there", path, owner.value)
