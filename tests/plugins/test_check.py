@@ -169,11 +169,33 @@ def test_the_entries_of_the_custom_config_are_in_args(tmp_path: Path) -> None:
 
 def test_the_command_prints_a_line_a_function_and_fails_if_one_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-plugin", "--custom-rm-path", "tests.plugins.wrong:fine"]) == 0
-    assert capsys.readouterr().out == "ok    --custom-rm-path tests.plugins.wrong:fine\n"
+    assert capsys.readouterr().out == "ok    --custom-rm-path tests.plugins.wrong:fine (10 calls)\n"
     assert main(["check-plugin", "--custom-rm-path", "tests.plugins.wrong:reward_raises"]) == 1
     shown = capsys.readouterr()
     assert shown.out.startswith("FAIL  --custom-rm-path tests.plugins.wrong:reward_raises: raised ZeroDivisionError")
     assert "--custom-rm-path tests.plugins.wrong:reward_raises raised:\nTraceback" in shown.err
+
+
+def test_the_command_says_how_many_rows_were_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"input": "a"}\n' * 3)
+    assert main(["check-plugin", "--custom-rm-path", "tests.plugins.wrong:fine", "--prompt-data", str(path)]) == 0
+    assert capsys.readouterr().out.endswith(" calls, samples from 3 rows)\n")
+
+
+def test_an_async_function_that_blocks_is_doubted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-plugin", "--custom-rm-path", "tests.plugins.wrong:reward_sleeps"]) == 0
+    ok, doubt = capsys.readouterr().out.splitlines()
+    assert ok.startswith("ok    ")
+    assert doubt.startswith(
+        "warn  --custom-rm-path tests.plugins.wrong:reward_sleeps: kept the event loop for up to 0."
+    )
+    assert check(["--custom-rm-path", "tests.plugins.wrong:reward_waits"])[0].doubts == ()
+
+
+def test_findings_that_differ_by_an_address_are_one() -> None:
+    (problem,) = verdict("custom-rm-path", "reward_coroutine").problems
+    assert problem.startswith("returned coroutine <coroutine object fine>, which nobody awaits") and "cases" in problem
 
 
 def test_a_function_for_whole_groups_is_tried_with_group_rm() -> None:

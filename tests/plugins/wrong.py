@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,6 +57,16 @@ async def reward_needs_metadata(args, sample):
 
 async def reward_coroutine(args, sample):
     return fine(args, sample)
+
+
+async def reward_sleeps(args, sample):
+    time.sleep(0.1)  # noqa: ASYNC251 - what it must not do
+    return 1.0
+
+
+async def reward_waits(args, sample):
+    await asyncio.sleep(0.1)
+    return 1.0
 
 
 async def reward_forgets_await(args, sample):

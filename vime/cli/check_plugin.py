@@ -35,9 +35,11 @@ def main(argv: Sequence[str]) -> int:
 def lines_of(verdict: Verdict) -> list[str]:
     """What is printed about one function."""
     name = f"{verdict.flag} {verdict.path}"
-    if not verdict.problems:
-        return [f"ok    {name}"]
-    return [f"FAIL  {name}: {problem}" for problem in verdict.problems]
+    doubts = [f"warn  {name}: {doubt}" for doubt in verdict.doubts]
+    if verdict.problems:
+        return [*(f"FAIL  {name}: {problem}" for problem in verdict.problems), *doubts]
+    rows = f", samples from {verdict.rows} row{'s' if verdict.rows > 1 else ''}" if verdict.rows else ""
+    return [f"ok    {name} ({verdict.calls} call{'s' if verdict.calls > 1 else ''}{rows})", *doubts]
 
 
 def usage() -> str:

@@ -34,6 +34,9 @@ class Verdict:
     path: str
     problems: tuple[str, ...]
     tracebacks: tuple[str, ...] = ()  # of what it raised
+    doubts: tuple[str, ...] = ()
+    calls: int = 0
+    rows: int = 0  # of the user's own data that it could see
 
 
 def check(argv: Sequence[str]) -> list[Verdict]:
@@ -65,7 +68,15 @@ def check_one(contract: Contract, path: str, args: Args, rows: Sequence[Row] = (
         return Verdict(flag=contract.flag, path=path, problems=(str(error).removeprefix(f"{contract.flag} {path}: "),))
     trial = Trial(function, contract, args, rows)
     problems = trial.run()
-    return Verdict(flag=contract.flag, path=path, problems=tuple(problems), tracebacks=tuple(trial.tracebacks))
+    return Verdict(
+        flag=contract.flag,
+        path=path,
+        problems=tuple(problems),
+        tracebacks=tuple(trial.tracebacks),
+        doubts=tuple(trial.doubts),
+        calls=trial.calls,
+        rows=len(rows),
+    )
 
 
 def _foreign(draft: Draft) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import asyncio
 import copy
 import gc
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,10 +23,17 @@ from vime.plugins.changes import changes
 from vime.plugins.contract import Contract, Function, WrongAnswer, shown
 from vime.plugins.hook import users_traceback
 from vime.plugins.loading import accepted_keywords
+from vime.plugins.loop_watch import watched
 from vime.rollout.tasks import event_loop
 
 DEADLINE_S = 60.0
 """Of one call of a coroutine function; a plain function cannot be interrupted."""
+
+LONG_S = 0.05
+"""That a step of a coroutine should not take."""
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""Of an object, in its repr: what differs by that alone is told once."""
 
 
 class Trial:
@@ -39,6 +47,8 @@ class Trial:
     def __init__(self, function: Function, contract: Contract, args: Args, rows: Sequence[Row] = ()) -> None:
         self.function, self.contract, self.args, self.rows = function, contract, args, rows
         self.tracebacks: list[str] = []
+        self.calls = 0
+        self._blocked: list[float] = []  # seconds, of each call that kept the event loop for long
         self._found: dict[str, list[str]] = {}  # problem → cases
 
     def __enter__(self) -> Trial:
@@ -73,6 +83,16 @@ class Trial:
         """One line for each thing that is wrong, with the first case in which it showed."""
         return [problem + _where(cases) for problem, cases in self._found.items()]
 
+    @property
+    def doubts(self) -> list[str]:
+        """One line for each thing that is no mistake, but seldom meant."""
+        if len(self._blocked) < 2:  # once, a module may have been imported
+            return []
+        return [
+            f"kept the event loop for up to {max(self._blocked):.2g} s in {len(self._blocked)} of {self.calls} calls: "
+            "nothing else is generated or graded meanwhile; await asyncio.to_thread(...) for what takes long"
+        ]
+
     @contextmanager
     def case(self, name: str, unchanged: Callable[[], Mapping[str, Any]] = dict) -> Iterator[None]:
         """One call and the reading of its answer; what goes wrong inside becomes a problem.
@@ -99,13 +119,15 @@ class Trial:
         Raises:
             WrongAnswer: it raised, took too long, or returned something that should have been awaited.
         """
+        self.calls += 1
         called = function or self.function
         for name in set(keywords) & set(self.contract.optional):
             if not accepted_keywords(called, (name,)):
                 del keywords[name]
         try:
             if is_coroutine_function(called):
-                answer = self._runner.run(in_time(lambda: called(*arguments, **keywords), DEADLINE_S))
+                answer, blocked = self._runner.run(watched(in_time(lambda: called(*arguments, **keywords), DEADLINE_S)))
+                self._blocked += [blocked] if blocked > LONG_S else []
             else:
                 with guarded():
                     answer = called(*arguments, **keywords)
@@ -125,7 +147,7 @@ class Trial:
         return self._runner.run(coroutine)
 
     def _say(self, case: str, problem: str) -> None:
-        self._found.setdefault(problem, []).append(case)
+        self._found.setdefault(_ADDRESS.sub("", problem), []).append(case)
 
 
 def is_coroutine_function(function: Function) -> bool:
