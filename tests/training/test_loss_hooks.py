@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from tests.training.harness import batch_of, config_of, free_port, make_samples,
 from tests.training.test_step import gradients_by_hf_name, load_reference
 from vime.config import Config
 from vime.errors import UserError
+from vime.plugins import Hook
+from vime.training.loss_hooks import CustomMean
 from vime.training.worker import TrainWorker
 
 EXAMPLES = "examples.plugins.losses"
@@ -198,3 +201,20 @@ def test_a_loss_that_is_not_finite_names_the_samples_of_its_micro_batch(
     metrics, _ = learn(model_of(), *path)
     assert metrics["train/skipped_steps"] == 1
     assert caplog.text.rstrip().endswith("not finite: the loss of sample 3, 0, 5")
+
+
+def test_a_reducer_that_raises_where_it_is_used_is_named_as_where_it_is_made() -> None:
+    def reducer(*arguments: Any) -> Callable[[Tensor], Tensor]:
+        def reduced(values: Tensor) -> Tensor:
+            raise SystemExit(3)
+
+        return reduced
+
+    # no more of a micro-batch and of a mean than is read here
+    batch: Any = SimpleNamespace(
+        total_lengths=(3,), response_lengths=(2,), mask_t=torch.ones(2, dtype=torch.bool), indices=(4,)
+    )
+    mean: Any = SimpleNamespace(denominator=1.0)
+    custom = CustomMean(Hook(reducer, "--custom-pg-loss-reducer-function-path", "my:f"), per_token=False)
+    with pytest.raises(UserError, match=r"my:f: raised SystemExit: 3 \(test_loss_hooks.py:\d+\), for sample 4"):
+        custom(batch, mean)(torch.ones(2))

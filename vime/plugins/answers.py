@@ -267,6 +267,13 @@ def new_groups(answer: Any, wanted: int, size: int | None = None) -> list[Group]
     return answer
 
 
+def whole_length(answer: Any) -> int:
+    """How many prompts a data source says that it has."""
+    if not isinstance(answer, int) or isinstance(answer, bool) or answer < 0:
+        raise WrongAnswer(f"must say its length as a whole number, not {answer!r}")
+    return answer
+
+
 def numbers(values: Any, name: str, length: int | None = None) -> list[float]:
     """Finite numbers, ``length`` of them if that is given."""
     import numpy as np

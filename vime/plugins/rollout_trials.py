@@ -125,9 +125,7 @@ def try_data_source(trial: Trial) -> None:
             trial.call(synthetic.ROLLOUT_ID, function=source.save)
             trial.call(synthetic.ROLLOUT_ID, function=source.load)
         with trial.case("its length"):
-            length = trial.call(function=source.__len__)
-            if not isinstance(length, int) or length < 0:
-                raise WrongAnswer(f"must say its length as a whole number, not {length!r}")
+            answers.whole_length(trial.call(function=source.__len__))
 
 
 def try_sample_hook(trial: Trial) -> None:

@@ -21,6 +21,7 @@ from vime.plugins.answers import (
     new_groups,
     rewards_pair,
     taken_groups,
+    whole_length,
 )
 from vime.plugins.contract import WrongAnswer, read_nothing
 from vime.plugins.rollout_trials import request_params
@@ -91,7 +92,7 @@ class CustomSource:
         self._load.call(rollout_id, about=f"the checkpoint of {rollout_name(rollout_id)}")
 
     def __len__(self) -> int:
-        return int(self._len.call(about="its prompts"))
+        return self._len.call(about="its prompts", read=whole_length)
 
 
 def custom_generate(hook: Hook, args: Any, *, timeout_s: float = DAY_S, vocab_size: int | None = None) -> Generate:

@@ -16,6 +16,7 @@ from torch import Tensor
 from vime.algorithms import reduce
 from vime.config import Args
 from vime.plugins import Hook, WrongAnswer
+from vime.plugins.calling import Raised, guarded
 from vime.plugins.losses import read_correction, read_loss, read_mean
 from vime.training.loss import Given, Partial, of_trained_tokens
 from vime.training.model import run
@@ -74,7 +75,11 @@ class CustomMean:
         )
 
         def reduced(values_t: Tensor) -> Tensor:
-            total = made(values_t)
+            try:
+                with guarded():
+                    total = made(values_t)
+            except Raised as failed:
+                raise self.hook.failure(failed.error, about) from failed.error
             if not isinstance(total, Tensor) or total.numel() != 1:
                 raise self.hook.failure(WrongAnswer("must return a function that makes one number of a tensor"), about)
             return total.reshape(()).float() / mean.denominator
