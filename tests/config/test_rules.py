@@ -326,6 +326,47 @@ def test_debugging_only_one_side(flags):
     assert both in said(flags("--debug-rollout-only", "--load-debug-rollout-data", "{rollout_id}"))
 
 
+def without_save(words: list[str]) -> list[str]:
+    position = words.index("--save")
+    return [*words[:position], *words[position + 2 :]]
+
+
+def test_saved_rollouts_need_no_prompts_and_no_engines(flags):
+    words = without_save(flags("--load-debug-rollout-data", "{rollout_id}.json"))
+    resolution = resolve(words)
+    assert (resolution.violations, resolution.warnings) == ((), ())
+    assert resolution.config.cluster.rollout_num_gpus == 0 and not resolution.config.has_engines
+    position = words.index("--prompt-data")
+    assert said([*words[:position], *words[position + 2 :]]) == ()
+
+
+def test_what_saved_rollouts_exclude(flags):
+    load = ("--load-debug-rollout-data", "{rollout_id}.json")
+    assert said(flags(*load)) == (
+        "--save and --load-debug-rollout-data exclude each other: prompts stand still, so no run could go on from such "
+        "a checkpoint (--run-dir says where metrics go)",
+    )
+    assert said(without_save(flags(*load, "--advantage-estimator", "ppo"))) == (
+        "--load-debug-rollout-data trains no critic: --advantage-estimator ppo needs one",
+    )
+    assert "--load-debug-rollout-data needs --num-rollout: how many were saved" in said(
+        without_save(flags(*load, "--num-rollout", "0"))
+    )
+    words = without_save(flags(*load, "--rollout-num-gpus", "2", "--save-debug-rollout-data", "{rollout_id}"))
+    assert resolve(words).warnings == (
+        "--rollout-num-gpus 2 is ignored by --load-debug-rollout-data: no engine is started",
+        "--save-debug-rollout-data has no effect with --load-debug-rollout-data: nothing is sampled",
+    )
+
+
+def test_fine_tuning_needs_its_dialogues_whatever_it_leaves_out(flags):
+    words = flags("--loss-type", "sft_loss", "--n-samples-per-prompt", "1", "--debug-train-only")
+    position = words.index("--prompt-data")
+    assert said([*words[:position], *words[position + 2 :]]) == (
+        "--prompt-data is required (or --data-source-path): where the prompts come from",
+    )
+
+
 def test_what_this_version_cannot_do_is_refused_even_where_the_flag_is_known(flags):
     assert said(flags("--log-probs-max-tokens-per-gpu", "9", "--debug-rollout-only")) == (
         "--log-probs-max-tokens-per-gpu 9 is not yet supported by this version",

@@ -23,16 +23,25 @@ class Run:
     """One run of a script; a context manager that leaves nothing running, whatever a test does.
 
     Args:
+        save: the folder of the run.
+        keeps: whether it saves checkpoints there; else only its record.
         patience_s: how long it may show no sign of life before a wait for something fails.
     """
 
-    def __init__(self, save: Path, *flags: str, script: str = "train.py", patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self,
+        save: Path,
+        *flags: str,
+        script: str = "train.py",
+        keeps: bool = True,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         self.save = save
         self._patience_s = patience_s
         self._begin = time.time()
         self.log = save.with_suffix(f".{time.monotonic_ns()}.log")
         self._shm = shared_memory()
-        command = [sys.executable, script, *flags, "--save", str(save)]
+        command = [sys.executable, script, *flags, "--save" if keeps else "--run-dir", str(save)]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT

@@ -18,6 +18,7 @@ from vime.cluster.calls import RemoteError
 from vime.cluster.job import Job
 from vime.cluster.memory import PeakMemory
 from vime.cluster.record import Record, open_record, resume_command, what_is_kept, with_new_run_dir
+from vime.cluster.saved_job import SavedJob
 from vime.cluster.session import Slots, check_devices, check_room, object_store_bytes, ray_session
 from vime.cluster.sft_job import SftJob
 from vime.cluster.supervision import supervised
@@ -25,7 +26,8 @@ from vime.cluster.training_job import TrainingJob
 from vime.config import Config
 from vime.errors import UserError
 from vime.plugins.calling import raised
-from vime.rollout.build import Prompts, load_prompts
+from vime.rollout.build import Prompts, load_prompts, load_saved
+from vime.rollout.saved import SavedRollouts
 from vime.rollout.sft import Dialogues, load_dialogues
 from vime.rollout.tasks import event_loop
 from vime.serving.http import EngineError
@@ -53,7 +55,7 @@ def main(config: Config) -> int:
 
 async def run(config: Config) -> None:
     """The whole job."""
-    data = load_dialogues(config) if config.algorithm.is_sft else load_prompts(config)
+    data = load_data(config)
     config = with_new_run_dir(with_rollouts(config, data.num_rollout(config)))
     async with AsyncExitStack() as stack:
         memory = await stack.enter_async_context(PeakMemory())
@@ -76,10 +78,26 @@ async def run(config: Config) -> None:
         record.report.finish(peak_memory_bytes=memory.peak_bytes, resume_command=resume_command(config))
 
 
-def make_job(config: Config, data: Prompts | Dialogues, record: Record, slots: Slots) -> TrainingJob:
+Data = Prompts | Dialogues | SavedRollouts
+
+
+def load_data(config: Config) -> Data:
+    """What is read from files before a process starts.
+
+    Raises:
+        UserError: a file cannot be used.
+    """
+    if config.algorithm.is_sft:
+        return load_dialogues(config)
+    return load_saved(config) if config.ops.load_debug_rollout_data is not None else load_prompts(config)
+
+
+def make_job(config: Config, data: Data, record: Record, slots: Slots) -> TrainingJob:
     """The job that is made of such data."""
     if isinstance(data, Dialogues):
         return SftJob(config, data, record, slots)
+    if isinstance(data, SavedRollouts):
+        return SavedJob(config, data, record, slots)
     return Job(config, data, record, slots)
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import NoReturn
-
 from vime.cluster.actors import SftActor
 from vime.cluster.placement import Placement
 from vime.cluster.record import Record
 from vime.cluster.session import Slots
 from vime.cluster.train_group import TrainGroup
-from vime.cluster.training_job import TrainingJob, batch_options, split
+from vime.cluster.training_job import TrainerJob, batch_options, split
 from vime.cluster.turns import Turns
 from vime.config import Config
 from vime.data.batching import make_eval_batches
@@ -18,7 +15,7 @@ from vime.rollout.sft import DialogueRollouts, Dialogues
 from vime.types import RolloutBatch
 
 
-class SftJob(TrainingJob):
+class SftJob(TrainerJob):
     """Learns from dialogues as they are."""
 
     def __init__(self, config: Config, dialogues: Dialogues, record: Record, slots: Slots) -> None:
@@ -34,18 +31,6 @@ class SftJob(TrainingJob):
         self.rollouts = DialogueRollouts(
             dialogues, batch_size=config.rollout.rollout_batch_size, args=config.args, loss=self._loss
         )
-
-    async def start(self) -> None:
-        await self._start_trainer()
-        self.schedule = self._make_schedule()
-        self.checkpoints = self._make_checkpoints()
-
-    async def watch(self) -> NoReturn:
-        await asyncio.Event().wait()
-        raise AssertionError("there is nothing that could happen to servers")
-
-    async def failures(self) -> list[str]:
-        return []
 
     async def _loss(self, batch: RolloutBatch) -> float:
         options = batch_options(self._config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -145,6 +146,22 @@ class TrainingJob(ABC):
     def _next_version(self, rollout_id: int) -> WeightVersion:
         """The version that the weights of a checkpoint have once they are synced."""
         return self.weights.version if self.weights is not None else 0
+
+
+class TrainerJob(TrainingJob):
+    """A trainer, and nothing else: no engine, no grader."""
+
+    async def start(self) -> None:
+        await self._start_trainer()
+        self.schedule = self._make_schedule()
+        self.checkpoints = self._make_checkpoints()
+
+    async def watch(self) -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError("there is nothing that could happen to servers")
+
+    async def failures(self) -> list[str]:
+        return []
 
 
 def batch_options(config: Config) -> dict[str, Any]:

@@ -42,9 +42,9 @@ def _rollout_num_gpus(values: Values) -> Derived:
     slots = values["actor_num_nodes"] * values["actor_num_gpus_per_node"]
     if values["loss_type"] == "sft_loss":
         return 0, "sft_loss has no engines"
-    if values["colocate"]:
-        return slots, "colocate shares the training slots"
-    return (0, "debug-train-only has no engines") if values["debug_train_only"] else None
+    if values["debug_train_only"]:
+        return 0, "debug-train-only has no engines"
+    return (slots, "colocate shares the training slots") if values["colocate"] else None
 
 
 def _run_dir(values: Values) -> Derived:
@@ -154,15 +154,22 @@ def _read_fully_async(values: Values, origins: dict[str, str]) -> None:
         origins["fully_async"] = "derived: rollout-function-path"
 
 
+def _without_engines(values: Values) -> str | None:
+    """The flag that makes a run do without, if one does."""
+    if values["loss_type"] == "sft_loss":
+        return "--loss-type sft_loss"
+    return "--load-debug-rollout-data" if values["load_debug_rollout_data"] is not None else None
+
+
 def _ignored_rollout_slots(values: Values, origins: dict[str, str]) -> list[str]:
     given = values["rollout_num_gpus"]
     slots = values["actor_num_nodes"] * values["actor_num_gpus_per_node"]
-    without_engines = values["loss_type"] == "sft_loss"
+    without_engines = _without_engines(values)
     if not (values["colocate"] or without_engines) or "rollout_num_gpus" not in origins:
         return []
     del origins["rollout_num_gpus"]
     if without_engines:
-        return [f"--rollout-num-gpus {given} is ignored by --loss-type sft_loss: no engine is started"]
+        return [f"--rollout-num-gpus {given} is ignored by {without_engines}: no engine is started"]
     if given == slots:
         return []
     return [f"--rollout-num-gpus {given} is ignored under --colocate: the engines use the {slots} training slots"]

@@ -54,11 +54,11 @@ from vime.rollout.openai_endpoint.server import check_address
 from vime.rollout.routes import RouteCheck, route_shape
 from vime.rollout.runner import Gate, Generate, Rewarder, Runner
 from vime.rollout.sampling import Collected, InFlight, Judge, Sampler, keep_all, not_failed
-from vime.rollout.saved import save_if_possible
+from vime.rollout.saved import SavedRollouts, path_of, save_if_possible
 from vime.rollout.shaping import equal_rewards_cancel, score_of, shape_rewards
 from vime.rollout.staleness import StalenessBound, WeightHistory, drop_metrics
 from vime.sandbox import SandboxError
-from vime.types import Group, Sample, SamplingParams
+from vime.types import Group, RolloutBatch, Sample, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +133,29 @@ def load_prompts(config: Config) -> Prompts:
         max_context=context.tokens,
         vocab_size=load_shape(checkpoint.hf_checkpoint).vocab_size,
     )
+
+
+def load_saved(config: Config) -> SavedRollouts:
+    """The rollouts of ``--load-debug-rollout-data``, whose rewards and batches are made as the flags say.
+
+    Raises:
+        UserError: a custom function cannot be used, or a file is not there.
+    """
+    template, hooks, args = config.ops.load_debug_rollout_data, resolve_hooks(config), config.args
+    assert template is not None and config.rollout.num_rollout is not None, "rules ask for them"
+    last = path_of(template, config.rollout.num_rollout - 1)
+    if not last.is_file():
+        raise UserError(f"--load-debug-rollout-data: {last}, the last of --num-rollout, is not there")
+    vocab_size = load_shape(config.checkpoint.hf_checkpoint).vocab_size
+    convert, post_process = _convert(config, hooks, args, vocab_size), _post_process(config, hooks, args)
+    check = _check(config)
+    score = functools.partial(Sample.score, reward_key=config.reward.reward_key)
+
+    def make_batch(rollout_id: int, groups: Sequence[Group]) -> RolloutBatch:
+        batch = convert(rollout_id, groups, post_process)
+        return batch if check is None else check(batch)
+
+    return SavedRollouts(template, make_batch, functools.partial(rollout_metrics, seconds=0, score=score))
 
 
 def _group_size(config: Config, hooks: Hooks) -> int | None:

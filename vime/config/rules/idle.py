@@ -103,6 +103,11 @@ IDLE = (
     Idle(("loss_mask_type",), lambda config: config.algorithm.is_sft, "without --loss-type sft_loss"),
     Idle(("apply_chat_template_kwargs",), _renders, "without --apply-chat-template"),
     Idle(
+        ("eval_interval", "save_debug_rollout_data"),
+        lambda config: config.has_engines or config.algorithm.is_sft,
+        "with --load-debug-rollout-data: nothing is sampled",
+    ),
+    Idle(
         ("no_save_optim", "ckpt_format"),
         lambda config: bool(config.checkpoint.save or config.critic.critic_save),
         "without --save",

@@ -167,15 +167,6 @@ def recomputed_units(config: Config) -> Iterator[Violation]:
         )
 
 
-def debug_modes(config: Config) -> Iterator[Violation]:
-    ops = config.ops
-    if ops.debug_rollout_only and ops.debug_train_only:
-        cause = "--load-debug-rollout-data" if ops.load_debug_rollout_data else "--debug-train-only"
-        yield Violation(f"--debug-rollout-only and {cause} exclude each other")
-    if ops.debug_train_only and ops.load_debug_rollout_data is None and not config.algorithm.is_sft:
-        yield Violation("--debug-train-only needs --load-debug-rollout-data: what to train on")
-
-
 def learning_rate(config: Config) -> Iterator[Violation]:
     optimizer = config.optimizer
     if optimizer.min_lr > optimizer.lr:
@@ -197,6 +188,5 @@ RULES = (
     accumulating_products,
     recomputation,
     recomputed_units,
-    debug_modes,
     learning_rate,
 )

@@ -35,7 +35,8 @@ def run_length(config: Config) -> Iterator[Violation]:
 
 
 def prompts(config: Config) -> Iterator[Violation]:
-    replaced = config.hooks.data_source_path is not None or config.ops.debug_train_only
+    saved = config.ops.debug_train_only and not config.algorithm.is_sft
+    replaced = config.hooks.data_source_path is not None or saved
     if config.data.prompt_data is None and not replaced:
         message = "--prompt-data is required (or --data-source-path): where the prompts come from"
         yield Violation(message, lacking=True)

@@ -19,7 +19,7 @@ IDLE = (
     "dynamic_sampling_filter_path "
     "custom_megatron_before_log_prob_hook_path custom_advantage_function_path custom_tis_function_path "
     "custom_pg_loss_reducer_function_path custom_loss_function_path critic_num_nodes critic_num_gpus_per_node "
-    "colocate_critic save_debug_rollout_data"
+    "colocate_critic save_debug_rollout_data load_debug_rollout_data"
 )
 """Flags of sampling, grading and engines."""
 

@@ -14,30 +14,20 @@ ONLY: Mapping[str, Any] = {
     "train_memory_margin_bytes": 1 << 30,
     "update_weight_mode": "full",
     "debug_rollout_only": False,
-    "debug_train_only": False,
-    "load_debug_rollout_data": None,
 }
 """The one value that each of these flags may have; None: it may not be given."""
-
-
-IN_FINE_TUNING = frozenset({"debug_train_only"})
-"""Those that may have any value with --loss-type sft_loss."""
 
 
 def limit(name: str) -> str | None:
     """A sentence for the help of a flag: what this version takes of it; None where it takes everything."""
     if name not in ONLY:
         return None
-    if name in IN_FINE_TUNING:
-        return "This version takes it with --loss-type sft_loss only."
     only = ONLY[name]
     return "This version refuses it." if only is None or only is False else f"This version takes {only} only."
 
 
 def not_yet(config: Config) -> Iterator[Violation]:
     values = config.flat()
-    if config.algorithm.is_sft:
-        values = {name: value for name, value in values.items() if name not in IN_FINE_TUNING}
     for name, only in ONLY.items():
         derived = config.origins.get(name, "").startswith("derived")
         if values.get(name, only) != only and not derived:

@@ -31,14 +31,19 @@ class Ops:
     log_passrate: bool = flag(False, help="Log pass@k of rollouts, for k = 1, 2, 4 … up to the size of a group.")
     debug_rollout_only: bool = flag(False, help="Only generate; no training processes.")
     debug_train_only: bool = derived(
-        "only with load-debug-rollout-data", help="Only train, on --load-debug-rollout-data; no engines."
+        "only with load-debug-rollout-data",
+        help="Only train, on --load-debug-rollout-data or the dialogues of sft_loss; no engines.",
     )
     save_debug_rollout_data: str | None = flag(
         None,
         help="File for the samples of each rollout with all their fields, as JSON, a line for each group; {rollout_id} "
         "stands for the number of the rollout.",
     )
-    load_debug_rollout_data: str | None = flag(None, help="Train on samples saved before. Implies --debug-train-only.")
+    load_debug_rollout_data: str | None = flag(
+        None,
+        help="Train on the files of --save-debug-rollout-data: no prompts, engines or evaluations. Implies "
+        "--debug-train-only.",
+    )
     log_multi_turn: bool = flag(
         False, help="Log turns, tool calls and their errors of samples with several turns, as rollout/multi_turn/..."
     )
