@@ -443,7 +443,10 @@ def test_an_older_runs_folder_is_not_written_into_unless_it_is_resumed(flags, tm
     assert said(flags("--load", str(folder))) == ()
 
 
-@pytest.mark.parametrize("left", ["logs/engine_0.log", "tensorboard/events", "run_config.json", ".vime.lock"])
+@pytest.mark.parametrize(
+    "left",
+    ["logs/engine_0.log", "tensorboard/events", "run_config.json", ".vime.lock", "samples/rollout_0000000.jsonl"],
+)
 def test_what_a_failed_start_leaves_does_not_block_the_next_one(flags, tmp_path, left):
     file = tmp_path / "save" / left
     file.parent.mkdir(parents=True, exist_ok=True)

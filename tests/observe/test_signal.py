@@ -28,8 +28,8 @@ def test_answers_without_a_box_are_told_in_the_graders_words_with_one_of_them():
     watch = Watch()
     watch.look(0, [[answer(), answer(status=Status.TRUNCATED)], [answer(), answer()]])
     assert watch.lines == [
-        "warning: rollout 1: 4 of 4 answers cannot be graded: there is no answer in a \\boxed{}; 1 of them were cut at "
-        "the length limit; one begins: 'The sum of both numbers equals 42.'"
+        "warning: rollout 1: 4 of 4 answers cannot be graded: there is no answer in a \\boxed{} (cut at the "
+        "length limit: 1); one begins: 'The sum of both numbers equals 42.'"
     ]
 
 

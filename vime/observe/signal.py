@@ -22,7 +22,6 @@ SAY_AGAIN = 20
 SHOWN = 80
 """Characters of an answer that are shown."""
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -63,7 +62,7 @@ class SignalWatch:
         cut = sum(sample.status is Status.TRUNCATED for _, sample in invalid)
         return reason, (
             f"{len(invalid)} of {graded} answers cannot be graded: {reason or 'the grader gives no reason'}"
-            f"{f'; {cut} of them were cut at the length limit' if cut else ''}; one begins: {_beginning(example)}"
+            f"{f' (cut at the length limit: {cut})' if cut else ''}; one begins: {_beginning(example)}"
         )
 
     def _equal(self, groups: Sequence[Group]) -> tuple[str, str] | None:

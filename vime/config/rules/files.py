@@ -14,8 +14,9 @@ from vime.folder_lock import LOCK
 from vime.models.remote_code import tokenizer_problem
 
 TRACKER = "latest_checkpointed_iteration.txt"
-LEFT_BY_A_START = frozenset({LOCK, "run_config.json", "logs", "tensorboard", "wandb"})
-"""What a run has written before its first row of metrics: it can be started again over that."""
+LEFT_BY_A_START = frozenset({LOCK, "run_config.json", "logs", "tensorboard", "wandb", "samples"})
+"""What a run has written before its first row of metrics, also where its first rewards fail: it can be started again
+over that."""
 
 SLICE = re.compile(r"@\[(-?\d{1,18})?:(-?\d{1,18})?\]$")
 
