@@ -56,6 +56,7 @@ WRONG = [
     ("rollout-function-path", "rollout_half", "returned 2 groups for --rollout-batch-size 4"),
     ("rollout-function-path", "rollout_ungraded", "returned samples without a reward"),
     ("eval-function-path", "evaluate_list", "must return a dict of data sets, not list [1.0, 0.0]"),
+    ("eval-function-path", "evaluate_texts", "gave str 'yes' as samples[0] of 'gsm8k', which must be a Sample"),
     ("eval-function-path", "evaluate_step", "must not name a metric step, as what every row of metrics.jsonl has"),
     ("eval-function-path", "evaluate_one_file", "'a b' and 'a/b' would write the same files"),
     ("custom-rollout-log-function-path", "log_step", "must not name a metric step, as what every row of metrics.jsonl"),

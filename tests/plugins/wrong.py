@@ -162,6 +162,10 @@ def evaluate_list(args, rollout_id, data_source, evaluation=True):
     return [1.0, 0.0]
 
 
+def evaluate_texts(args, rollout_id, data_source, evaluation=True):
+    return {"gsm8k": {"rewards": [1.0], "samples": ["yes"]}}
+
+
 def evaluate_step(args, rollout_id, data_source, evaluation=True):
     return SimpleNamespace(data={"gsm8k": {"rewards": [1.0]}}, metrics={"step": 3.0})
 

@@ -207,3 +207,5 @@ def test_two_groups_with_one_index_would_share_a_baseline_and_are_refused():
     one, two = [sample(0), sample(1)], [sample(2, group_index=0), sample(3, group_index=0)]
     with pytest.raises(InvalidSample, match="two groups have the group_index 0, that of sample 0 and that of sample 2"):
         to_rollout_batch(7, [one, two], halve)
+    with pytest.raises(InvalidSample, match="two samples have the index 1; the data source must give every sample one"):
+        to_rollout_batch(7, [one, [sample(2), sample(1, group_index=1)]], halve)

@@ -156,6 +156,9 @@ def eval_data_and_metrics(answer: Any) -> tuple[EvalData, dict[str, float]]:
         if not isinstance(entry, Mapping) or "rewards" not in entry:
             raise WrongAnswer(f"returned no rewards for {name!r}: a data set is a dict with the key rewards")
         numbers(entry["rewards"], f"rewards of {name!r}")
+        for place, sample in enumerate(entry.get("samples") or []):
+            if not isinstance(sample, Sample):
+                raise WrongAnswer(f"gave {shown(sample)} as samples[{place}] of {name!r}, which must be a Sample")
         for place, rewards in enumerate(_prompts(entry.get("by_prompt", []), name)):
             numbers(rewards, f"by_prompt[{place}] of {name!r}")
     for name in data:

@@ -24,6 +24,8 @@ Convert = Callable[[int, Sequence[Group], PostProcess], RolloutBatch]
 PLACE = [0, 0]
 """Prompt and response of a sample that has neither: the token that every vocabulary has."""
 
+OWN_INDEX = "the data source must give every {} one of its own, unique in the run"
+
 logger = logging.getLogger(__name__)
 
 
@@ -131,17 +133,23 @@ def in_order(groups: Sequence[Group]) -> list[Sample]:
     """All samples by index, children in the place of their parent.
 
     Raises:
-        InvalidSample: an index was lost on the way, or two groups have the same, and would share a baseline.
+        InvalidSample: an index was lost on the way; two samples have the same, and would share a reward, or two groups,
+            and would share a baseline.
     """
-    first_of: dict[int | None, Sample] = {}
+    samples = sorted(itertools.chain.from_iterable(groups), key=lambda sample: (sample.origin, index_of(sample)))
+    for one, other in itertools.pairwise(samples):
+        if one.index == other.index:
+            raise InvalidSample(f"two samples have the index {one.index}; {OWN_INDEX.format('sample')}")
+    first_of: dict[int, Sample] = {}
     for sample in (group[0] for group in groups if group):
-        other = first_of.setdefault(sample.group_index, sample)
-        if other is not sample and sample.group_index is not None:
+        number = sample.group_index
+        other = sample if number is None else first_of.setdefault(number, sample)
+        if other is not sample:
             raise InvalidSample(
-                f"two groups have the group_index {sample.group_index}, that of sample {other.index} and that of "
-                f"sample {sample.index}; the data source must give every group one of its own, unique in the run"
+                f"two groups have the group_index {number}, that of sample {other.index} and that of sample "
+                f"{sample.index}; {OWN_INDEX.format('group')}"
             )
-    return sorted(itertools.chain.from_iterable(groups), key=lambda sample: (sample.origin, index_of(sample)))
+    return samples
 
 
 def _why_ungraded(samples: Sequence[Sample]) -> str:
