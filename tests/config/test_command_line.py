@@ -110,6 +110,14 @@ def test_evaluation_sets_that_could_not_be_told_apart_are_refused(flags, prompt_
     )
 
 
+def test_metadata_for_an_evaluation_set_must_be_such_as_samples_can_have(flags, prompt_file, tmp_path):
+    file = tmp_path / "eval.yaml"
+    file.write_text(f"eval:\n  datasets: [{{name: a, path: {prompt_file}, metadata_overrides: {{day: 2026-01-02}}}}]\n")
+    assert only_violation(flags("--eval-interval", "1", "--eval-config", str(file))).endswith(
+        "metadata_overrides['day'] is of type date; it must be what JSON can hold"
+    )
+
+
 def test_an_evaluation_set_may_end_like_a_metric_of_no_other(flags, prompt_file):
     words = flags("--eval-interval", "1", "--eval-prompt-data", "code-errors", str(prompt_file))
     assert parse_config(words).evaluation.eval_prompt_data == (("code-errors", str(prompt_file)),)

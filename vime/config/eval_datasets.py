@@ -30,6 +30,7 @@ from vime.config.kinds import Kind, kind_of
 from vime.config.reading import yaml_entries
 from vime.config.sections.reward import RM_TYPES
 from vime.errors import UserError
+from vime.metadata import BadMetadata, checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +159,10 @@ def _checked(where: str, entry: Any) -> dict[str, Any]:
             near = difflib.get_close_matches(str(key), _KINDS, n=1)
             raise UserError(f"{where}: {key} is unknown" + (f"; did you mean {near[0]}?" if near else ""))
         values[key] = _converted(f"{where}: {key}", raw, _KINDS[key])
+    try:
+        checked(values.get("metadata_overrides", {}), "metadata_overrides")
+    except BadMetadata as error:
+        raise UserError(f"{where}: {error}") from None
     if values.get("rm_type") is not None and values.get("custom_rm_path") is not None:
         raise UserError(f"{where}: rm_type has no effect beside custom_rm_path, which grades every answer")
     return values
