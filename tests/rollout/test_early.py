@@ -16,8 +16,10 @@ from vime.errors import UserError
 from vime.rollout import early
 from vime.rollout.build import load_prompts
 from vime.rollout.early import data_problems
+from vime.rollout.sft import load_dialogues
 
 MESSAGES = [{"role": "user", "content": "1 + 1?"}]
+ANSWERED = [*MESSAGES, {"role": "assistant", "content": "2"}]
 
 Words = Callable[..., list[str]]
 
@@ -127,10 +129,20 @@ def test_the_tokenizer_is_loaded_only_where_it_can_say_something(words: Words, m
         data_problems(resolve(words(["1 + 1?"], "--rollout-max-prompt-len", "9")).config, flags_are_right=True)
 
 
-def test_dialogues_without_an_answer(words: Words, tmp_path: Path) -> None:
-    path = words([MESSAGES])[3]
-    flags = [*words([MESSAGES])[:4], "--loss-type", "sft_loss", "--rollout-batch-size", "1", "--num-rollout", "1"]
-    resolution = resolve([*flags, "--actor-num-gpus-per-node", "1"])
+@pytest.mark.parametrize(
+    ("messages", "flags", "problem"),
+    [
+        (MESSAGES, [], ":1: there is no message of the assistant to train on"),
+        (ANSWERED, ["--label-key", "answer"], ": no row has a label under the key 'answer'"),
+    ],
+)
+def test_dialogues(words: Words, messages: list[Any], flags: list[str], problem: str) -> None:
+    given = words([messages])[:4]
+    further = ["--loss-type", "sft_loss", "--rollout-batch-size", "1", "--num-rollout", "1"]
+    resolution = resolve([*given, *further, "--actor-num-gpus-per-node", "1", *flags])
     assert resolution.violations == ()
-    (problem,) = data_problems(resolution.config, flags_are_right=True)
-    assert problem.startswith(f"{path}:1: there is no message of the assistant to train on")
+    (said,) = data_problems(resolution.config, flags_are_right=True)
+    assert said.startswith(f"{given[3]}{problem}")
+    with pytest.raises(UserError) as caught:
+        load_dialogues(resolution.config)
+    assert str(caught.value) == said

@@ -88,11 +88,12 @@ def prompt_set_of(config: Config, limit: Limit | None = None) -> PromptSet:
         raise UserError("--prompt-data: name a .jsonl file of prompts (or give --data-source-path)")
     if limit is None and data.rollout_max_prompt_len is not None:
         limit = Limit(data.rollout_max_prompt_len)
+    by_rule = rm_type is not None and registry.needs_label(rm_type) and hooks.custom_rm_path is None
     own_generation = hooks.custom_generate_function_path or hooks.rollout_function_path
     return PromptSet(
         spec=data.prompt_data,
         keys=keys_of(config),
-        needs_label=rm_type is not None and registry.needs_label(rm_type) and hooks.custom_rm_path is None,
+        needs_label=by_rule and not config.algorithm.is_sft,
         some_label=True,
         needs_text=config.has_engines and not data.apply_chat_template and own_generation is None,
         skip_bad_rows=data.skip_bad_rows,

@@ -18,7 +18,7 @@ from vime.data.prompt_set import Limit, PromptSet, prompt_set_of
 from vime.data.source import encoder_of
 from vime.data.tokenizer import load_tokenizer
 from vime.errors import UserError
-from vime.rollout.eval_sets import eval_context, eval_prompt_set, with_tool_key
+from vime.rollout.eval_sets import eval_context, eval_dialogues, eval_prompt_set, with_tool_key
 from vime.rollout.limits import context_limit, prompt_limit
 
 __all__ = ["data_problems"]
@@ -51,9 +51,11 @@ def _prompt_sets(config: Config, flags_are_right: bool) -> Iterator[PromptSet]:
             limit = prompt_limit(context, config.data.rollout_max_prompt_len)
         yield prompt_set_of(config, limit)
     for dataset in eval_datasets(config):
-        context = eval_context(config, dataset) if flags_are_right else Limit(0)
-        prompts = eval_prompt_set(config, dataset, context)
-        yield dataclasses.replace(prompts, needs_text=False, needs_label=False, limit=None) if is_sft else prompts
+        if is_sft:
+            yield eval_dialogues(config, dataset)
+        else:
+            context = eval_context(config, dataset) if flags_are_right else Limit(0)
+            yield eval_prompt_set(config, dataset, context)
 
 
 def _problems(config: Config, prompts: PromptSet, flags_are_right: bool) -> list[str]:

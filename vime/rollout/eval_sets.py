@@ -26,7 +26,15 @@ from vime.rollout.limits import context_limit, prompt_limit
 from vime.rollout.runner import Rewarder, Runner
 from vime.types import Group, Sample, SamplingParams
 
-__all__ = ["EvalInput", "eval_context", "eval_prompt_set", "load_eval_inputs", "make_eval_set", "with_tool_key"]
+__all__ = [
+    "EvalInput",
+    "eval_context",
+    "eval_dialogues",
+    "eval_prompt_set",
+    "load_eval_inputs",
+    "make_eval_set",
+    "with_tool_key",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +83,18 @@ def eval_context(config: Config, dataset: EvalDataset) -> Limit:
 def eval_prompt_set(config: Config, dataset: EvalDataset, context: Limit) -> PromptSet:
     """Its file, and what is asked of that."""
     own_generation = dataset.custom_generate_function_path or config.hooks.eval_function_path
-    return PromptSet(
-        spec=dataset.path,
-        keys=Keys(
-            input=dataset.input_key, label=dataset.label_key, metadata=dataset.metadata_key, tools=dataset.tool_key
-        ),
+    return dataclasses.replace(
+        eval_dialogues(config, dataset),
         needs_label=dataset.grader is not None and registry.needs_label(dataset.grader),
         needs_text=not config.data.apply_chat_template and own_generation is None,
-        skip_bad_rows=config.data.skip_bad_rows,
         limit=prompt_limit(context, dataset.max_prompt_len, f"max_prompt_len of the evaluation set {dataset.name}"),
     )
+
+
+def eval_dialogues(config: Config, dataset: EvalDataset) -> PromptSet:
+    """The file of an evaluation set, and what fine-tuning asks of it."""
+    keys = Keys(input=dataset.input_key, label=dataset.label_key, metadata=dataset.metadata_key, tools=dataset.tool_key)
+    return PromptSet(spec=dataset.path, keys=keys, skip_bad_rows=config.data.skip_bad_rows)
 
 
 def with_tool_key(config: Config, tool_key: str) -> Config:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from vime.config import Config
-from vime.config.eval_datasets import EvalDataset, eval_datasets
+from vime.config.eval_datasets import eval_datasets
 from vime.data import jsonl
 from vime.data.chat import PromptEncoder
 from vime.data.dialogue import DialogueEncoder, Untrained, dialogue_of
-from vime.data.jsonl import BadRow, Keys, Row
-from vime.data.prompt_set import PromptSet, keys_of
+from vime.data.jsonl import BadRow, Row
+from vime.data.prompt_set import PromptSet, prompt_set_of
 from vime.data.source import PromptSource, Selection
 from vime.data.tokenizer import load_tokenizer
 from vime.errors import UserError
@@ -23,6 +23,7 @@ from vime.plugins import Hooks, resolve_hooks
 from vime.plugins import rollout as contracts
 from vime.ports import DataSource
 from vime.rollout.build import rollouts_of
+from vime.rollout.eval_sets import eval_dialogues
 from vime.rollout.hooks import CustomSource, custom_rollout
 from vime.rollout.limits import max_context_of
 from vime.rollout.manager import Collect
@@ -66,15 +67,15 @@ def load_dialogues(config: Config) -> Dialogues:
     )
     plain = PromptEncoder(tokenizer)  # samples get the messages as they stand
 
-    def source_of(path: str, keys: Keys, *, shuffle: bool) -> PromptSource:
+    def source_of(prompts: PromptSet, *, shuffle: bool) -> PromptSource:
         select = selection(
-            path,
+            prompts.spec,
             encoder,
             max_context_of(config, config.rollout.rollout_max_context_len),
             skip_bad_rows=data.skip_bad_rows,
         )
         return PromptSource(
-            PromptSet(spec=path, keys=keys, skip_bad_rows=data.skip_bad_rows),
+            prompts,
             encoder=plain,
             seed=data.rollout_seed,
             shuffle=shuffle,
@@ -90,15 +91,11 @@ def load_dialogues(config: Config) -> Dialogues:
         )
     else:
         assert data.prompt_data is not None, "a rule asks for it"
-        source = source_of(data.prompt_data, keys_of(config), shuffle=data.rollout_shuffle)
+        source = source_of(prompt_set_of(config), shuffle=data.rollout_shuffle)
     eval_sources = tuple(
-        (each.name, source_of(each.path, _keys_of_set(config, each), shuffle=False)) for each in eval_datasets(config)
+        (each.name, source_of(eval_dialogues(config, each), shuffle=False)) for each in eval_datasets(config)
     )
     return Dialogues(hooks=hooks, encoder=encoder, source=source, eval_sources=eval_sources)
-
-
-def _keys_of_set(config: Config, dataset: EvalDataset) -> Keys:
-    return Keys(input=dataset.input_key, label=dataset.label_key, metadata=dataset.metadata_key, tools=dataset.tool_key)
 
 
 def selection(path: str, encoder: DialogueEncoder, max_tokens: int, *, skip_bad_rows: bool) -> Selection:
