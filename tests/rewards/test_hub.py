@@ -216,6 +216,24 @@ async def test_a_function_that_will_not_end_is_an_error_after_its_deadline_too(m
     assert "deadline of 0.05 s exceeded" in two.grade.detail
 
 
+async def test_what_a_function_says_after_its_deadline_is_not_heard(monkeypatch):
+    monkeypatch.setattr("vime.plugins.calling.GRACE_S", 0.01)
+    said = asyncio.Event()
+
+    async def custom_rm(args, sample):
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.05)
+            said.set()
+            return 1.0
+
+    one = await rewarded(custom(custom_rm, rm_timeout_s=0.01))
+    await said.wait()
+    await asyncio.sleep(0)
+    assert one.reward is None and "deadline of 0.01 s exceeded" in one.grade.detail
+
+
 @pytest.mark.parametrize(("function", "told"), odd.PLAIN.items(), ids=lambda value: getattr(value, "__name__", ""))
 async def test_whatever_a_function_raises_is_an_error_of_the_sample(function, told):
     async def custom_rm(args, sample):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -79,12 +80,11 @@ class Hook:
         Args:
             limit: the flag that ``timeout_s`` comes from.
         """
-
-        async def call() -> T:
-            return read(await self.function(*arguments, **keywords))
-
+        call = functools.partial(self.function, *arguments, **keywords)
         try:
-            return await in_time(call, timeout_s)
+            answer = await in_time(call, timeout_s)
+            with guarded():
+                return read(answer)
         except Raised as failed:
             raise self.failure(failed.error, about) from failed.error
         except OutOfTime:

@@ -159,12 +159,11 @@ class RewardHub:
         """
         timeout_s = self._settings.rm_timeout_s * count
         keywords = {"evaluation": evaluation} if hook.takes("evaluation") else {}
-
-        async def call() -> T:
-            return read(await hook.function(self._args, what, **keywords))
-
+        call = functools.partial(hook.function, self._args, what, **keywords)
         try:
-            return await in_time(call, timeout_s)
+            answer = await in_time(call, timeout_s)
+            with guarded():  # out here: of a function that is left behind nothing is read
+                return read(answer)
         except OutOfTime:
             raise RewardFailed(f"deadline of {timeout_s:g} s exceeded") from None
         except Raised as failed:
