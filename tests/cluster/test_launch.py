@@ -2,11 +2,11 @@
 
 import asyncio
 import signal
+import subprocess
 import sys
 
 import pytest
 
-from vime.cluster import launch
 from vime.cluster.launch import one_interrupt_is_enough, tells_that_it_stops
 
 
@@ -40,15 +40,23 @@ def test_that_the_end_has_begun_is_told_of_interrupts_alone():
     assert said == ["interrupted: stopping every process"]
 
 
-def test_a_task_of_a_user_that_exits_ends_the_run_with_a_cause_and_not_with_status_0(monkeypatch, capsys) -> None:
-    async def exits() -> None:
-        sys.exit(0)
+PROGRAM = """
+import asyncio, sys
+from vime.cluster import launch
 
-    async def run(config: object) -> None:
-        task = asyncio.create_task(exits())  # by a reward, say, that does not wait for it
-        await asyncio.sleep(9)
-        await task
+async def exits():
+    sys.exit(0)
 
-    monkeypatch.setattr(launch, "run", run)
-    assert launch.main(None) == 1
-    assert "error: a task of a custom function raised SystemExit: 0 (test_launch.py:" in capsys.readouterr().err
+async def run(config):
+    task = asyncio.create_task(exits())  # by a reward, say, that does not wait for it
+    await asyncio.sleep(9)
+
+launch.run = run
+sys.exit(launch.main(None))
+"""
+
+
+def test_a_task_of_a_user_that_exits_ends_the_run_with_a_cause_and_not_with_status_0() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], timeout=120, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "error: a task of a custom function raised SystemExit: 0 (<string>:6), which ended the run" in done.stderr
