@@ -13,8 +13,9 @@ import pytest
 
 from tests.serving.conftest import SAMPLED, TOLERANCE, Sender, Served, changed, largest_difference, reference
 from vime.serving import answers
+from vime.serving.answers import GENERATE
 from vime.serving.client import RouterClient, request_body
-from vime.serving.control import GENERATE, EngineControl
+from vime.serving.control import EngineControl
 from vime.types import Generation, SamplingParams
 
 PROMPT = [7, 80, 90, 100, 110]

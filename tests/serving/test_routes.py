@@ -21,8 +21,9 @@ from vime.models import load_shape
 from vime.models.routes import RouteShape
 from vime.rollout.generate import append
 from vime.serving import answers
+from vime.serving.answers import GENERATE
 from vime.serving.client import RouterClient, request_body
-from vime.serving.control import GENERATE, EngineControl
+from vime.serving.control import EngineControl
 from vime.serving.engine import EngineServer, EngineSpec
 from vime.serving.health import check_generates
 from vime.serving.http import EngineError
