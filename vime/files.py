@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -20,6 +20,7 @@ __all__ = [
     "reading",
     "reason",
     "refusal_behind",
+    "write_whole",
     "writing",
 ]
 
@@ -75,6 +76,24 @@ def _named(error: OSError) -> str | None:
 def reason(error: OSError) -> str:
     """What the system said. Of a folder that cannot be made because a file has its name it says that this exists."""
     return "Not a directory" if isinstance(error, FileExistsError) else error.strerror or str(error)
+
+
+def write_whole(path: Path, lines: Iterable[str]) -> None:
+    """Replaces the file at once, so that a reader never sees half of it.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    unfinished = path.with_name(path.name + ".tmp")
+    with writing(path):
+        try:
+            # half a surrogate pair has no bytes in UTF-8; its backslash form is what JSON calls it
+            with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
+                file.writelines(lines)
+            unfinished.replace(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
 
 
 def append_whole(file: FileIO, data: bytes) -> None:

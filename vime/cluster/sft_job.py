@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from vime.cluster.actors import SftActor
-from vime.cluster.placement import Placement
 from vime.cluster.record import Record
 from vime.cluster.session import Slots
-from vime.cluster.train_group import TrainGroup
-from vime.cluster.training_job import TrainerJob, batch_options, split
-from vime.cluster.turns import Turns
+from vime.cluster.training_job import TrainerJob, batch_options
 from vime.config import Config
 from vime.data.batching import make_eval_batches
 from vime.rollout.sft import DialogueRollouts, Dialogues
@@ -19,15 +16,7 @@ class SftJob(TrainerJob):
     """Learns from dialogues as they are."""
 
     def __init__(self, config: Config, dialogues: Dialogues, record: Record, slots: Slots) -> None:
-        trainer = TrainGroup(
-            config,
-            Placement(config, slots).rank,
-            slots.threads,
-            lambda batch, dp_size: split(batch, dp_size, config),
-            SftActor,
-        )
-        turns = Turns(trainer, trainer_leaves=False, engines_sleep=False)
-        super().__init__(config, dialogues.source, dialogues.num_rollout(config), record, trainer, turns)
+        super().__init__(config, dialogues.source, dialogues.num_rollout(config), record, slots, SftActor)
         self.rollouts = DialogueRollouts(
             dialogues, batch_size=config.rollout.rollout_batch_size, args=config.args, loss=self._loss
         )

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from vime.checkpoints import CheckpointStore
+from vime.cluster.actors import ModelActor, TrainActor
 from vime.cluster.checkpoints import CriticCheckpoints, GroupCheckpoints
+from vime.cluster.placement import Placement
 from vime.cluster.record import Record
+from vime.cluster.session import Slots
 from vime.cluster.train_group import TrainGroup
 from vime.cluster.turns import Turns
 from vime.config import Config
@@ -149,7 +152,30 @@ class TrainingJob(ABC):
 
 
 class TrainerJob(TrainingJob):
-    """A trainer, and nothing else: no engine, no grader."""
+    """A trainer, and nothing else: no engine, no grader.
+
+    Args:
+        actor_class: of each rank.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        source: DataSource,
+        num_rollout: int,
+        record: Record,
+        slots: Slots,
+        actor_class: type[ModelActor] = TrainActor,
+    ) -> None:
+        trainer = TrainGroup(
+            config,
+            Placement(config, slots).rank,
+            slots.threads,
+            lambda batch, dp_size: split(batch, dp_size, config),
+            actor_class,
+        )
+        turns = Turns(trainer, trainer_leaves=False, engines_sleep=False)
+        super().__init__(config, source, num_rollout, record, trainer, turns)
 
     async def start(self) -> None:
         await self._start_trainer()

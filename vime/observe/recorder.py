@@ -15,14 +15,14 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from vime.errors import UserError
-from vime.files import append_whole, name_part, writing
+from vime.files import append_whole, name_part, write_whole, writing
 from vime.metadata import MAX_BITS, MAX_DEPTH
 from vime.observe.metrics import ROW_KEYS, split_finite
 from vime.observe.trackers import Tracker
@@ -60,7 +60,7 @@ class RunRecorder:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes run_config.json. Secrets must have been masked."""
-        _write_whole(self.run_dir / "run_config.json", [json.dumps(_plain(config), indent=2) + "\n"])
+        write_whole(self.run_dir / "run_config.json", [json.dumps(_plain(config), indent=2) + "\n"])
 
     def log(self, metrics: Mapping[str, float], *, rollout_id: int, step: int) -> None:
         """Writes one row and passes it to the trackers.
@@ -90,7 +90,7 @@ class RunRecorder:
         path = self.run_dir / "samples" / f"{name_part(name)}_{rollout_id:07d}.jsonl"
         with writing(path):
             path.parent.mkdir(exist_ok=True)
-        _write_whole(path, (json.dumps(_sample_row(sample), ensure_ascii=False) + "\n" for sample in samples))
+        write_whole(path, (json.dumps(_sample_row(sample), ensure_ascii=False) + "\n" for sample in samples))
 
     def position(self) -> int:
         """How many bytes of metrics.jsonl there are, for the checkpoint."""
@@ -168,20 +168,6 @@ def _step_of(row: bytes) -> int | None:
         return int(json.loads(row)["step"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
-
-
-def _write_whole(path: Path, lines: Iterable[str]) -> None:
-    """Replaces the file at once, so that a reader never sees half of it."""
-    unfinished = path.with_name(path.name + ".tmp")
-    with writing(path):
-        try:
-            # half a surrogate pair has no bytes in UTF-8; its backslash form is what JSON calls it
-            with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
-                file.writelines(lines)
-            unfinished.replace(path)
-        except OSError:
-            unfinished.unlink(missing_ok=True)
-            raise
 
 
 def _sample_row(sample: Sample) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 from vime.config import Args, Config
 from vime.config.eval_datasets import eval_datasets
 from vime.config.flags import option
-from vime.config.sections.agent import GENERATE
 from vime.data.chat import PromptEncoder
 from vime.data.source import PromptSource, encoder_of, pop_first
 from vime.data.tokenizer import load_tokenizer
@@ -107,7 +106,7 @@ def load_prompts(config: Config) -> Prompts:
         UserError: a file, row, tokenizer or function cannot be used; one line each.
     """
     hooks = resolve_hooks(config)
-    if _runs_agents(config):
+    if config.runs_agents:
         agent_of(config.agent.agent_function_path, config.agent.agent_command)
     context = context_limit(config, config.rollout.rollout_max_context_len)
     checkpoint = config.checkpoint
@@ -149,7 +148,7 @@ def load_saved(config: Config) -> SavedRollouts:
     vocab_size = load_shape(config.checkpoint.hf_checkpoint).vocab_size
     convert, post_process = _convert(config, hooks, args, vocab_size), _post_process(config, hooks, args)
     check = _check(config)
-    score = functools.partial(Sample.score, reward_key=config.reward.reward_key)
+    score = score_of(config)
 
     def make_batch(rollout_id: int, groups: Sequence[Group]) -> RolloutBatch:
         batch = convert(rollout_id, groups, post_process)
@@ -184,12 +183,8 @@ def check_endpoint(config: Config) -> None:
     Raises:
         UserError: it cannot.
     """
-    if _runs_agents(config):
+    if config.runs_agents:
         check_address(config.agent.agent_host, config.agent.agent_port)
-
-
-def _runs_agents(config: Config) -> bool:
-    return (config.hooks.custom_generate_function_path or "").replace(":", ".") == GENERATE
 
 
 async def check_graders(config: Config) -> None:
@@ -499,7 +494,7 @@ def _convert(config: Config, hooks: Hooks, args: Args, vocab_size: int | None) -
         return custom_conversion(custom, args, needs_log_probs, vocab_size=vocab_size)
     return functools.partial(
         to_rollout_batch,
-        score=functools.partial(Sample.score, reward_key=config.reward.reward_key),
+        score=score_of(config),
         needs_log_probs=needs_log_probs,
         exclude_zero_signal=config.algorithm.exclude_zero_signal_groups,
     )

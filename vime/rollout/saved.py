@@ -15,7 +15,7 @@ from pathlib import Path
 from vime.config import Config
 from vime.data.codec import sample_from_json, sample_to_json
 from vime.errors import UserError
-from vime.files import reading, writing
+from vime.files import reading, write_whole, writing
 from vime.types import Group, RolloutBatch, WeightVersion
 
 __all__ = ["NoPrompts", "SavedRollouts", "load_groups", "path_of", "save_groups", "save_if_possible"]
@@ -34,12 +34,9 @@ def save_groups(template: str, rollout_id: int, groups: Sequence[Group]) -> None
         UserError: the file cannot be written, or a sample holds what JSON cannot.
     """
     path = path_of(template, rollout_id)
-    unfinished = path.with_name(path.name + ".tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("w", encoding="ascii") as file:
-            file.writelines(json.dumps([sample_to_json(sample) for sample in group]) + "\n" for group in groups)
-        unfinished.replace(path)
+    write_whole(path, (json.dumps([sample_to_json(sample) for sample in group]) + "\n" for group in groups))
 
 
 def save_if_possible(template: str, rollout_id: int, groups: Sequence[Group]) -> None:

@@ -12,8 +12,8 @@ from vime.config.sections.agent import GENERATE, Agent
 
 def agents(config: Config) -> Iterator[Violation]:
     """One agent where our generate function runs it, and none where it does not."""
-    agent, path = config.agent, config.hooks.custom_generate_function_path
-    if path is not None and path.replace(":", ".") == GENERATE:
+    agent = config.agent
+    if config.runs_agents:
         if (agent.agent_function_path is None) == (agent.agent_command is None):
             yield Violation(f"{GENERATE} needs one of --agent-function-path and --agent-command: what it shall run")
         return
