@@ -23,10 +23,10 @@ Record = dict[str, Any]
 
 @pytest.fixture
 def dynamic(flags: list[str]) -> list[str]:
-    """Pairs of answers of very different lengths, of which half teach nothing."""
+    """Pairs of answers of very different lengths, of which one in eight teaches nothing."""
     words = list(flags)
     for name, value in (
-        ("--custom-rm-path", "tests.e2e.sampling_hooks:parity"),
+        ("--custom-rm-path", "tests.e2e.sampling_hooks:one_of_eight_tells_nothing"),
         ("--n-samples-per-prompt", "2"),
         ("--rollout-max-response-len", "64"),
     ):
@@ -56,6 +56,7 @@ def test_interrupted_answers_survive_a_restart_and_every_sample_is_accounted_for
     with Run(tmp_path / "run", *partial, "--num-rollout", "4", "--load", str(first.save)) as second:
         second.finish()
     restored = lines(second, "buffer.jsonl")[waited_before]
+    assert saved["buffer"], "the rollout ended while others waited"
     assert restored == saved["buffer"], "tokens, log-probs, versions and rewards as they were saved"
     rows = train_rows(second)
     assert [row["rollout_id"] for row in rows] == [0, 1, 2, 3]
