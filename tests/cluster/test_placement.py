@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vime.cluster.placement import check_engines_fit
+from vime.cluster.placement import along_the_devices, check_engines_fit
 from vime.cluster.transport import chosen_transport
 from vime.errors import UserError
 
@@ -18,6 +18,17 @@ def test_engines_need_their_slots_on_one_node() -> None:
         r"slots\) have room for 1 of 2 engines",
     ):
         check_engines_fit(2, 4, [6, 3], "GPU")
+
+
+def test_ranks_follow_the_devices_of_each_node() -> None:
+    places = [("b", "0"), ("a", "10"), ("a", "9"), ("b", "1")]
+    assert along_the_devices(places) == [(2, "9"), (1, "10"), (0, "0"), (3, "1")]
+
+
+def test_devices_may_have_ids_instead_of_numbers() -> None:
+    """CUDA_VISIBLE_DEVICES may hold those, and Ray passes them on."""
+    places = [("a", "GPU-9c"), ("a", "MIG-11"), ("b", "1"), ("a", "GPU-1f"), ("a", "2")]
+    assert along_the_devices(places) == [(4, "2"), (3, "GPU-1f"), (0, "GPU-9c"), (1, "MIG-11"), (2, "1")]
 
 
 def choose(

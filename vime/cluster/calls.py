@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from vime.errors import UserError
 
@@ -36,6 +36,17 @@ async def wait_all(calls: Sequence[ray.ObjectRef], *, what: str, timeout_s: floa
         for wait in waits:
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
+
+
+def get_all(calls: Sequence[ray.ObjectRef], *, what: str, timeout_s: float) -> list[Any]:
+    """``wait_all`` for short calls of those that cannot await; raises the same."""
+    try:
+        answers: list[Any] = ray.get(list(calls), timeout=timeout_s)
+    except GetTimeoutError:
+        raise RemoteError(f"{what}: no answer within {timeout_s:.0f} s") from None
+    except RayError as error:
+        raise explain(error, what) from None
+    return answers
 
 
 async def _as_coroutine(call: ray.ObjectRef) -> Any:

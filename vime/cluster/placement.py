@@ -9,6 +9,7 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from vime.cluster.calls import get_all
 from vime.cluster.session import Slots
 from vime.config import Config
 from vime.errors import UserError
@@ -63,7 +64,7 @@ class Placement:
         return self._in_bundle(self._ranks + index, float(self._slots_of_an_engine))
 
     def devices(self, index: int) -> tuple[str, ...]:
-        """The GPUs that an engine shares with training ranks, as its node numbers them; Ray shows it only the first.
+        """The GPUs that an engine shares with training ranks, as its node names them; Ray shows it only the first.
 
         Empty where slots are CPU processes, and where an engine has slots of its own, which Ray shows it.
         """
@@ -91,9 +92,10 @@ class Placement:
             return [(bundle, "") for bundle in sorted(bundles, key=lambda each: (self._nodes[each], each))]
         device_of = ray.remote(_device)
         probes = [device_of.options(**self._in_bundle(bundle, self._share)).remote() for bundle in bundles]
-        devices = ray.get(probes, timeout=TIMEOUT_S)
-        places = [(self._nodes[bundle], int(device), bundle) for bundle, device in zip(bundles, devices, strict=True)]
-        return [(bundle, str(device)) for _, device, bundle in sorted(places)]
+        devices = get_all(probes, what="asking for the GPUs of the training ranks", timeout_s=TIMEOUT_S)
+        return along_the_devices(
+            [(self._nodes[bundle], device) for bundle, device in zip(bundles, devices, strict=True)]
+        )
 
     def _check_colocated(self, engines: int) -> None:
         for engine in range(engines):
@@ -108,6 +110,22 @@ class Placement:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         amounts = {"num_gpus": amount, "num_cpus": 0} if self._kind == "GPU" else {"num_cpus": amount}
         return {"scheduling_strategy": strategy, **amounts}
+
+
+def along_the_devices(places: Sequence[tuple[str, str]]) -> list[tuple[int, str]]:
+    """Bundles with their GPUs, by node and number of the GPU; behind numbers, by name.
+
+    Args:
+        places: of each bundle Ray's id of the node, and the GPU as CUDA_VISIBLE_DEVICES named it to Ray: a number, or
+            an id (``GPU-...``, ``MIG-...``), which does not tell who is whose neighbour.
+    """
+
+    def key(bundle: int) -> tuple[str, bool, int, str]:
+        node, device = places[bundle]
+        number = int(device) if device.isdecimal() else None
+        return node, number is None, number or 0, device
+
+    return [(bundle, places[bundle][1]) for bundle in sorted(range(len(places)), key=key)]
 
 
 def check_engines_fit(engines: int, each: int, nodes: Sequence[int], kind: str) -> None:
@@ -126,5 +144,4 @@ def _slots_of_nodes(kind: str) -> list[int]:
 
 def _device() -> str:
     """The GPU of the slot on which this runs."""
-    devices: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-    return devices[0]
+    return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
