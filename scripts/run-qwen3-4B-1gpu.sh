@@ -6,7 +6,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 ROOT=${ROOT:-/root}
-export CUDA_DEVICE_MAX_CONNECTIONS=1  # Megatron relies on the order of its kernels' launches
 
 source scripts/models/qwen3-4B.sh
 

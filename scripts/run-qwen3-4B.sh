@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 ROOT=${ROOT:-/root}
-export CUDA_DEVICE_MAX_CONNECTIONS=1  # Megatron relies on the order of its kernels' launches
+export CUDA_DEVICE_MAX_CONNECTIONS=1  # for trainers; engines do not get it
 
 source scripts/models/qwen3-4B.sh
 

@@ -1,15 +1,26 @@
 """Flags that the slots of the cluster cannot follow are refused before any process starts; what objects may take."""
 
+import os
 from pathlib import Path
 
 import pytest
+import ray
+from ray.cluster_utils import Cluster
 
 from tests.tiny import make_model
 from tests.training.harness import config_of
 from vime.cluster import session
-from vime.cluster.session import OBJECT_STORE_BYTES, Slots, check_devices, check_room, object_store_bytes
+from vime.cluster.session import (
+    OBJECT_STORE_BYTES,
+    Slots,
+    check_devices,
+    check_room,
+    gpu_bytes_of_nodes,
+    object_store_bytes,
+)
 from vime.errors import UserError
 from vime.observe import machine
+from vime.observe.gpu_memory import gpu_bytes
 
 
 def slots(kind: str) -> Slots:
@@ -40,6 +51,36 @@ def test_ranks_beyond_cores_are_one_line_and_beyond_memory_a_mistake(
     monkeypatch.setattr(session, "host_bytes", lambda: 2 << 30)
     with pytest.raises(UserError, match=r"^the run needs at least 2\.\d GiB: 4 x 0\.3 .* this machine has 2\.0$"):
         check_room(config, slots("CPU"), said.append)
+
+
+@pytest.mark.skipif(bool(gpu_bytes("total")), reason="this machine has GPUs itself")
+def test_a_driver_without_gpus_asks_the_nodes_that_have_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray and its two nodes are real; the GPUs of one, and the program that tells their memory there, are not."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/sh\necho "1024\\n512"\n')
+    tool.chmod(0o755)
+    config = config_of(make_model(tmp_path / "model"))
+    said: list[str] = []
+    cluster = Cluster()
+    try:
+        cluster.add_node(num_cpus=1)
+        ray.init(cluster.address, log_to_driver=False)
+        check_room(config, slots("GPU"), said.append)
+        assert said == [
+            "warning: no node says how much memory its GPUs have (nvidia-smi): whether the run fits was not checked"
+        ]
+        monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+        cluster.add_node(num_cpus=1, num_gpus=2)
+        monkeypatch.undo()
+        assert gpu_bytes_of_nodes() == [1 << 30, 1 << 29]
+        monkeypatch.setattr("vime.config.memory.GRADIENT", 1 << 20)
+        with pytest.raises(UserError, match=r"^a training rank needs at least .*; a GPU has 0\.5: "):
+            check_room(config, slots("GPU"), said.append)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    assert len(said) == 1
 
 
 def test_a_container_has_the_memory_that_it_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ Ray and its two nodes are real; the ranks only read.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -32,11 +32,14 @@ class Placed:
     """As much of a configuration as ranks that only read need."""
 
     train_world_size: int = RANKS
-    train_env_vars: tuple[Any, ...] = ()
+    train_env_vars: Mapping[str, Any] = field(default_factory=dict)
+    tensor_model_parallel_size: int = 1
 
     @property
     def cluster(self) -> Placed:
         return self
+
+    parallel = cluster
 
 
 class Reader(ModelActor):

@@ -222,6 +222,13 @@ def test_engines_record_routes_by_themselves_on_gpus_and_by_our_classes_on_cpus(
     assert "--enable-return-routed-experts" not in words
 
 
+def test_an_engine_on_gpus_has_queues_of_its_own_choice(tmp_path: Path) -> None:
+    """One queue, which a run may have been given for Megatron, would make its copies wait."""
+    (tmp_path / "config.json").write_text("{}")
+    assert EngineSpec(model=tmp_path, cpu=False).environment()["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in EngineSpec(model=tmp_path).environment()
+
+
 def test_cpus_cannot_tell_the_routes_of_latent_attention(tmp_path: Path) -> None:
     """vLLM turns its prefix cache off there."""
     make_model(tmp_path, "deepseek_v3")

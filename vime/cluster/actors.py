@@ -197,6 +197,18 @@ class EngineActor:
         self._server.stop()
 
 
+def trainer_environment(config: Config, threads: int) -> dict[str, str]:
+    """The environment of a rank; --train-env-vars win.
+
+    Where ranks share matrices, Megatron hands a communication to the device before the product that is to run beside
+    it, and relies on one queue to keep that order (tensor_parallel/layers.py:545). One queue makes copies wait for
+    products, so others do not get it.
+    """
+    shares_matrices = config.parallel.tensor_model_parallel_size > 1
+    ordered = {"CUDA_DEVICE_MAX_CONNECTIONS": 1} if shares_matrices else {}
+    return environment(threads, {**ordered, **config.cluster.train_env_vars})
+
+
 def environment(threads: int, extra: dict[str, Any] | None = None) -> dict[str, str]:
     """The environment of an actor. Ray sets one compute thread unless told otherwise.
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import psutil
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from vime.cluster.calls import RemoteError, get_all
 from vime.config import Config
 from vime.config.memory import crowding, shortage
 from vime.errors import UserError
@@ -19,6 +21,7 @@ from vime.observe.gpu_memory import gpu_bytes
 from vime.observe.machine import cores, host_bytes
 
 OBJECT_STORE_BYTES = 512 * 2**20  # batches of token ids are small; Ray's default would take 30 % of the memory
+ANSWER_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +103,15 @@ def check_devices(config: Config, slots: Slots) -> None:
 
 
 def check_room(config: Config, slots: Slots, say: Callable[[str], None]) -> None:
-    """Raises a UserError for a run whose weights and optimizer alone do not fit, as far as this machine can tell, and
-    says where cores are fewer than ranks.
+    """Raises a UserError for a run whose weights and optimizer alone do not fit, as far as that can be told, and says
+    where cores are fewer than ranks.
 
-    The GPUs of all nodes are taken for those of this one. Several nodes without GPUs are not judged.
+    The GPUs of all nodes are taken for those of this one, if it has any. Several nodes without GPUs are not judged.
     """
     alone = slots.kind == "CPU" and sum(1 for node in ray.nodes() if node["Alive"]) == 1
-    gpus = gpu_bytes("total") if slots.kind == "GPU" else []
+    gpus = gpu_bytes("total") or gpu_bytes_of_nodes() if slots.kind == "GPU" else []
+    if slots.kind == "GPU" and not gpus:
+        say("warning: no node says how much memory its GPUs have (nvidia-smi): whether the run fits was not checked")
     told = shortage(
         config,
         load_shape(config.checkpoint.hf_checkpoint),
@@ -117,3 +122,18 @@ def check_room(config: Config, slots: Slots, say: Callable[[str], None]) -> None
         raise UserError(told)
     if alone and (crowd := crowding(config, cores())) is not None:
         say(f"warning: {crowd}")
+
+
+def gpu_bytes_of_nodes() -> list[int]:
+    """The memory of each GPU of the cluster, as its nodes tell it; empty where they do not."""
+    ask = ray.remote(num_cpus=0)(gpu_bytes)
+    calls = [
+        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote("total")
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get("GPU")
+    ]
+    try:
+        answers = get_all(calls, what="asking for the memory of GPUs", timeout_s=ANSWER_TIMEOUT_S)
+    except RemoteError:
+        return []  # whatever is wrong with a node is told by what the run starts there
+    return [size for sizes in answers for size in sizes]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from vime.cluster.actors import ModelActor, TrainActor, environment
+from vime.cluster.actors import ModelActor, TrainActor, trainer_environment
 from vime.cluster.calls import wait_all
 from vime.config import Config
 from vime.naming import rollout_name
@@ -46,7 +46,7 @@ class TrainGroup:
         self._name = actor_class.name
         world_size = config.cluster.train_world_size
         actor = ray.remote(actor_class)
-        env = {"env_vars": environment(threads, dict(config.cluster.train_env_vars))}
+        env = {"env_vars": trainer_environment(config, threads)}
         self._ranks = [
             actor.options(runtime_env=env, **place(rank)).remote(config, rank, world_size) for rank in range(world_size)
         ]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 KEEP_ALIVE_S = 3600
+CUDA_QUEUES = 8  # CUDA's own choice
 RECORDING_ON_CPUS = {
     "scheduler_cls": "vime.serving.recording.RecordingScheduler",
     "worker_cls": "vime.serving.recording.RecordingWorker",
@@ -117,6 +118,9 @@ class EngineSpec:
         }
         if self.routes and not self.cpu:
             variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # which alone records routes; where it cannot run it says why
+        if not self.cpu:
+            # whoever sets one queue for a whole run, as is usual, means Megatron
+            variables["CUDA_DEVICE_MAX_CONNECTIONS"] = str(CUDA_QUEUES)
         if self.devices:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
         if self.cpu:
