@@ -207,6 +207,14 @@ async def test_a_critic_on_the_same_devices_comes_and_leaves_too() -> None:
     ]
 
 
+async def test_a_critic_has_its_host_memory_before_its_first_turn() -> None:
+    for leaves, expected in ((True, [f"critic: {call}" for call in ("prepare", *LEAVE)]), (False, [])):
+        calls, turns = await taking_turns(trainer_leaves=leaves, engines_sleep=True)
+        calls.clear()
+        await turns.guest(Critic(calls)).started()  # type: ignore[arg-type]
+        assert calls == expected
+
+
 async def test_weights_can_be_exported_after_a_rollout_of_the_critic_alone() -> None:
     calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True)
     critic = turns.guest(Critic(calls))  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ import torch
 
 from tests.training.harness import batch_of, config_of, make_samples, on_ranks, started
 from vime.config import Config
+from vime.errors import UserError
 from vime.platform import current
 from vime.training import offload
 from vime.training.worker import TrainWorker
@@ -88,6 +89,33 @@ def bytes_return(rank: int, world_size: int, config: Config, prepared: bool) -> 
             worker.onload("rest")
         worker._offloader.arrive()
         return all(bool((tensor.cpu() == copy).all()) for tensor, copy in zip(held, before, strict=True))
+
+
+def test_what_finds_no_room_on_its_way_back_comes_later(model_of: Callable[..., Path]) -> None:
+    config = config_of(model_of("qwen3", **LARGER))
+    ((said, returned),) = on_ranks(1, comes_later, config, deadline_s=DEADLINE_S)
+    assert said.startswith("parameters of 0.2 GiB come back to a GPU that has 0.0 GiB free")
+    assert returned
+
+
+def comes_later(rank: int, world_size: int, config: Config) -> tuple[str, bool]:
+    """What is said while others have the device, and whether every byte returns once they have gone."""
+    with started(config) as worker:
+        held = [p.data for chunk in worker.chunks for p in chunk.parameters()]
+        before = [tensor.clone().cpu() for tensor in held]
+        worker.offload("rest")
+        worker.offload("parameters")
+        others = torch.empty(current().free_bytes() - (32 << 20), dtype=torch.uint8, device="cuda")
+        said = ""
+        try:
+            worker.onload("parameters")
+        except UserError as error:
+            said = str(error)
+        worker.offload("parameters")
+        del others
+        torch.cuda.empty_cache()
+        worker.onload("parameters")
+        return said, all(bool((tensor.cpu() == copy).all()) for tensor, copy in zip(held, before, strict=True))
 
 
 def test_next_to_nothing_of_it_stays(model_of: Callable[..., Path]) -> None:

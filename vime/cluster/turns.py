@@ -207,7 +207,11 @@ class Turns:
 
     @asynccontextmanager
     async def comparing(self) -> AsyncIterator[None]:
-        """The trainer has its parameters on the devices beside the engines, for a short pass."""
+        """The trainer has its parameters on the devices beside the engines, for a short pass.
+
+        Raises:
+            UserError: they have no room there.
+        """
         if not self.trainer_leaves:
             yield
             return
@@ -322,6 +326,8 @@ class Guest:
 
     async def started(self) -> None:
         """It leaves, to make room for the trainer, which starts next."""
+        if self._turns.trainer_leaves:
+            await self._model.prepare_to_leave()
         await self._turns.dismiss(self._model)
 
     async def score(self, batch: RolloutBatch) -> dict[int, TokenScores]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vime.errors import UserError
 from vime.platform.cuda_driver import DriverError, call
 
 logger = logging.getLogger(__name__)
@@ -97,10 +98,19 @@ class Platform:
 
         Its pages are made by many threads at once: the driver alone would take a second for 2 GB. They are large where
         the system has such: it takes as long to lock a page of 2 MiB as one of 4 KiB.
+
+        Raises:
+            UserError: the system has not that much memory for this process.
         """
         if not size:
             return torch.empty(0, dtype=torch.uint8)
-        memory = _Lockable(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory = _Lockable(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise UserError(
+                f"the machine gives a process no {size / 2**30:.1f} GiB of host memory, for what it keeps there of a "
+                f"model: {error.strerror}"
+            ) from None
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         data = torch.frombuffer(memory, dtype=torch.uint8)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -24,6 +23,7 @@ __all__ = ["Offloader", "Part", "optimizer_tensors"]
 
 Part: TypeAlias = Literal["parameters", "rest"]
 """What the forward pass needs, and the rest: main weights, moments and gradients."""
+PARTS: tuple[Part, ...] = ("parameters", "rest")
 
 PIECE_BYTES = 32 << 20
 """What is copied at a time: 0.6 ms. Other copies in the same direction wait for the pieces under way, not for all."""
@@ -50,9 +50,8 @@ class Offloader:
     def prepare(self) -> None:
         """Begins to make the host memory, beside whatever else happens: of a large model that takes many seconds."""
         if self._copies is not None:
-            main = [storage.nbytes() for storage in self._storages("rest")]
-            moments = [] if _has_moments(self._optimizer) else 2 * main
-            sizes = [*(storage.nbytes() for storage in self._storages("parameters")), *main, *moments]
+            held = [storage.nbytes() for part in PARTS for storage in self._storages(part)]
+            sizes = [*held, *_moments_to_come(self._optimizer)]
             self._copies.beside(lambda: self._host.make(sizes))
 
     def shed(self) -> None:
@@ -84,18 +83,22 @@ class Offloader:
 
     def onload(self, part: Part) -> None:
         """Brings that part back, with gradients of zero. Parameters are there afterwards; the rest waits for ``fetch``,
-        and before anything touches it, it must ``arrive``. Idempotent."""
+        and before anything touches it, it must ``arrive``. Idempotent.
+
+        Raises:
+            UserError: the device has no room for it; it is still in host memory.
+        """
         if self._copies is None:
             return
         self._leaving.pop(part, None)  # it is still here
         if part == "rest":
+            _fill(self._dropped, "gradients")
             for each in self._dropped:
-                each.storage.resize_(each.size)
                 _bytes_of(each.storage).zero_()
             self._dropped = []
-        gone = self._away.pop(part, [])
-        for each in gone:
-            each.storage.resize_(each.size)
+        gone = self._away.get(part, [])
+        _fill(gone, "parameters" if part == "parameters" else "main weights and moments")
+        self._away.pop(part, None)  # only now: until it has its memory, its only copy is on the host
         self._coming += gone
         if part == "parameters":
             self.arrive()
@@ -143,18 +146,13 @@ class _HostMemory:
         self._used = 0
 
     def make(self, sizes: Iterable[int]) -> None:
-        """Room for so many storages of these sizes, which then need no more.
+        """Room for so many storages of these sizes, which then need no more. What the machine says is free is not
+        asked: the memory of some grows as it is used. Whether all ranks fit is judged before they start.
 
         Raises:
             UserError: the machine has not that much memory.
         """
-        total, available = sum(map(_aligned, sizes)), psutil.virtual_memory().available
-        if total > available:
-            raise UserError(
-                f"what leaves the GPU needs {total / 2**30:.1f} GiB of the host's memory for each rank, of which "
-                f"{available / 2**30:.1f} GiB are free; --no-offload-train keeps it on the GPU"
-            )
-        self._slab, self._used = current().pinned(total), 0
+        self._slab, self._used = current().pinned(sum(map(_aligned, sizes))), 0
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
         host = self._of.get(storage._cdata)
@@ -226,8 +224,27 @@ def _empty(storages: Iterable[torch.UntypedStorage]) -> None:
     current().release_cached_memory()
 
 
-def _has_moments(optimizer: Any) -> bool:
-    return any(each.optimizer.state for each in optimizers_of(optimizer))
+def _fill(moved: Sequence[_Moved], what: str) -> None:
+    """Takes device memory for all of them, or for none."""
+    try:
+        for each in moved:
+            each.storage.resize_(each.size)
+    except torch.OutOfMemoryError:
+        _empty(each.storage for each in moved)
+        total, free = sum(each.size for each in moved), current().free_bytes()
+        raise UserError(
+            f"{what} of {total / 2**30:.1f} GiB come back to a GPU that has {free / 2**30:.1f} GiB free: a smaller "
+            "--vllm-gpu-memory-utilization leaves more beside engines"
+        ) from None
+
+
+def _moments_to_come(optimizer: Any) -> Iterator[int]:
+    """Bytes of each moment that the first step will make; one is as large as what the optimizer changes."""
+    for each in optimizers_of(optimizer):
+        inner = each.optimizer
+        for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
+            if parameter.is_cuda and not inner.state.get(parameter):
+                yield from (parameter.nbytes, parameter.nbytes)
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
