@@ -647,12 +647,18 @@ def test_a_threshold_that_the_policy_of_the_router_does_not_read_is_told(flags):
     assert resolve(flags(*words, "--router-policy", "cache_aware")).warnings == ()
 
 
-@pytest.mark.parametrize("flag", ["--hf-checkpoint", "--ref-load", "--load", "--opd-teacher-load"])
+WITH = {
+    "--opd-teacher-load": ("--use-opd", "--opd-type", "megatron"),
+    "--critic-load": ("--advantage-estimator", "ppo"),
+}
+
+
+@pytest.mark.parametrize("flag", ["--hf-checkpoint", "--ref-load", "--load", *WITH])
 def test_a_folder_without_the_weights_that_a_run_starts_from_is_told(flags, model_dir, tmp_path, flag):
     empty = tmp_path / "empty"
     shutil.copytree(model_dir, empty)
     (empty / "model.safetensors").unlink()
-    words = flags(flag, str(empty), *(("--use-opd", "--opd-type", "megatron") if "opd" in flag else ()))
+    words = flags(flag, str(empty), *WITH.get(flag, ()))
     told = f"{flag} {empty}: neither model.safetensors nor model.safetensors.index.json is there; only safetensors can"
     assert any(line.startswith(told) for line in resolve(words).violations)
 

@@ -38,6 +38,8 @@ def _started_from(config: Config) -> list[tuple[str, str]]:
     checkpoint = config.checkpoint
     is_new = checkpoint.load is None or not (Path(checkpoint.load) / TRACKER).is_file()
     found: list[tuple[str, str | None]] = [("--opd-teacher-load", config.distillation.opd_teacher_load)]
+    if config.algorithm.needs_critic:
+        found.append(("--critic-load", config.critic.critic_load))
     if is_new:
         found.append(("--load", checkpoint.load))
     if is_new or config.algorithm.needs_reference:
