@@ -53,6 +53,31 @@ def test_ranks_beyond_cores_are_one_line_and_beyond_memory_a_mistake(
         check_room(config, slots("CPU"), said.append)
 
 
+def test_what_leaves_gpus_needs_memory_that_the_machine_may_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fake are the nodes, their GPU, and what the machine has. A limit of the container refuses; what the machine says
+    that it has is a warning, because the memory of some grows; several nodes are not judged."""
+    config = config_of(make_model(tmp_path / "model"), "--colocate")
+    said: list[str] = []
+    nodes = [{"Alive": True}]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    monkeypatch.setattr(session, "gpu_bytes", lambda what: [80 << 30])
+    monkeypatch.setattr(session, "host_limit", lambda: None)
+    monkeypatch.setattr(session, "installed_bytes", lambda: 1 << 20)
+    check_room(config, slots("GPU"), said.append)
+    assert len(said) == 1
+    assert said[0].startswith(
+        "warning: beside its GPUs the run keeps at least 0.0 GiB in the machine's memory: 1 x 0.0"
+    )
+    monkeypatch.setattr(session, "host_limit", lambda: 1 << 20)
+    with pytest.raises(UserError, match=r"^beside its GPUs the run keeps .*; this container may take 0\.0$"):
+        check_room(config, slots("GPU"), said.append)
+    nodes.append({"Alive": True})
+    check_room(config, slots("GPU"), said.append)
+    assert len(said) == 1
+
+
 @pytest.mark.skipif(bool(gpu_bytes("total")), reason="this machine has GPUs itself")
 def test_a_driver_without_gpus_asks_the_nodes_that_have_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray and its two nodes are real; the GPUs of one, and the program that tells their memory there, are not."""
@@ -89,8 +114,11 @@ def test_a_container_has_the_memory_that_it_may_take(tmp_path: Path, monkeypatch
     whole = machine.host_bytes()
     limit.write_text("max\n")
     assert machine.host_bytes() == whole
+    assert machine.host_limit() is None
+    limit.write_text(f"{2**63 - 4096}\n")
+    assert machine.host_limit() is None, "version 1 has no word for that"
     limit.write_text(f"{1 << 30}\n")
-    assert machine.host_bytes() == 1 << 30
+    assert machine.host_bytes() == machine.host_limit() == 1 << 30
 
 
 def test_batches_with_routes_have_the_room_that_ray_would_choose(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,18 @@ import pytest
 from tests.training.harness import config_of
 from vime.config import Config, resolve
 from vime.config.layouts import Layout
-from vime.config.memory import GIB, TrainerMemory, crowding, engine_bytes, on_one_machine, shortage, trainer_memory
+from vime.config.memory import (
+    COMPARING,
+    GIB,
+    TrainerMemory,
+    beside_gpus,
+    crowding,
+    doubt_beside_gpus,
+    engine_bytes,
+    on_one_machine,
+    shortage,
+    trainer_memory,
+)
 from vime.models import ModelShape, load_shape
 
 CONFIGS = Path(__file__).parents[1] / "models" / "public_configs"
@@ -165,3 +177,98 @@ def test_a_size_of_keys_and_values_takes_the_place_of_the_share_of_a_gpu(config:
     flags = ["--colocate", "--no-offload-train", "--vllm-kv-cache-memory-bytes"]
     assert told(config(*flags, str(4 * 2**30))) == ""
     assert "beside the engine's 87.5 " in told(config(*flags, str(80 * 2**30)))
+
+
+QWEN3_8B = 8.19e9  # parameters: 15.3 GiB in 16 bits
+H200 = 143771 << 20  # as nvidia-smi tells it: 140.4 GiB
+EIGHT = ["--actor-num-gpus-per-node", "8", "--rollout-num-gpus", "8", "--colocate"]
+
+
+def test_an_engine_takes_the_share_that_vllm_would_take_by_itself(config: Callable[..., Config]) -> None:
+    """0.92 of 140.4 in the version that the manifest of its flags is of."""
+    assert "beside the engine's 129.2" in told(config("--colocate", "--no-offload-train"), gpu=H200)
+
+
+def test_the_weights_have_room_beside_awake_engines_to_be_compared(config: Callable[..., Config]) -> None:
+    """Two GPUs with half of the optimizer each: 15.3 of weights, 129.2 of an engine, 3 for the pass; 122.1 are left,
+    which are 0.869 of 140.4."""
+    flags = ["--colocate", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2", "--use-distributed-optimizer"]
+    assert told(config(*flags), "qwen3-8B", gpu=H200) == (
+        "after a sync log-probs are compared: then a training rank has its weights of 15.3 GiB, and 3 more, beside the "
+        "engine's 129.2; a GPU has 140.4: --vllm-gpu-memory-utilization 0.86 leaves room"
+    )
+    assert told(config(*flags, "--vllm-gpu-memory-utilization", "0.86"), "qwen3-8B", gpu=H200) == ""
+    assert told(config(*flags, "--vllm-gpu-memory-utilization", "0.87"), "qwen3-8B", gpu=H200) != ""
+    assert told(config(*flags[1:]), "qwen3-8B", gpu=H200) == "", "they have GPUs of their own"
+
+
+def test_where_not_even_both_weights_have_room_more_slots_share_them(config: Callable[..., Config]) -> None:
+    flags = ["--colocate", "--actor-num-gpus-per-node", "8", "--rollout-num-gpus", "8", "--use-distributed-optimizer"]
+    found = told(config(*flags, "--optimizer-cpu-offload"), "qwen3-8B", gpu=30 * 2**30)
+    assert found.endswith(
+        "a GPU has 30.0: use more slots with a larger --tensor-model-parallel-size and --rollout-num-gpus-per-engine"
+    )
+
+
+def test_a_size_of_keys_and_values_that_leaves_room_is_named(config: Callable[..., Config]) -> None:
+    flags = ["--colocate", "--vllm-kv-cache-memory-bytes"]
+    found = told(config(*flags, str(125 * 2**30)), gpu=H200)
+    fitting = found.removesuffix(" leaves room").rpartition(" ")[2]
+    assert int(fitting) / GIB == pytest.approx(140.4 - 3 - 2 * 7.49, abs=0.1)
+    assert told(config(*flags, fitting), gpu=H200) == ""
+
+
+@pytest.mark.parametrize("name", ["4B-1gpu", "4B", "30B-A3B"])
+def test_the_scripts_leave_room_to_compare_on_gpus_of_80_gb(name: str) -> None:
+    script = (Path(__file__).parents[2] / "scripts" / f"run-qwen3-{name}.sh").read_text()
+
+    def said(flag: str, default: str = "1") -> str:
+        found = re.search(rf"^ +--{flag} (\S+)", script, re.MULTILINE)
+        return found[1] if found else default
+
+    weights = memory(
+        f"qwen3-{name.removesuffix('-1gpu')}",
+        world=int(said("actor-num-gpus-per-node")),
+        tensor=int(said("tensor-model-parallel-size")),
+        expert=int(said("expert-model-parallel-size")),
+        expert_tensor=1,
+    ).weights
+    assert weights + COMPARING < (1 - float(said("vllm-gpu-memory-utilization", "0.92"))) * 80 * GIB
+
+
+def test_what_ranks_keep_beside_their_gpus_is_the_sum_of_all(config: Callable[..., Config]) -> None:
+    """Of each of eight ranks weights of 7.5 GiB and an optimizer of 45, and a reference of 7.5: 480 together."""
+    found = config(*EIGHT, "--use-kl-loss", "--ref-load", str(Path(config().checkpoint.hf_checkpoint)))
+    needed, said = beside_gpus(found, shape_of("qwen3-4B"))
+    assert needed == pytest.approx(8 * 16 * QWEN3_4B, rel=1e-3)
+    assert said == (
+        "at least 479.5 GiB in the machine's memory: 8 x 52.4 for training ranks that leave their GPU; 8 x 7.5 for "
+        "copies of weights for a reference, a teacher or an old actor"
+    )
+
+
+def test_weights_that_engines_read_from_memory_are_there_once(config: Callable[..., Config]) -> None:
+    def gib(*flags: str) -> float:
+        return beside_gpus(config(*EIGHT, *flags), shape_of("qwen3-4B"))[0] / GIB
+
+    assert gib("--no-offload-train", "--no-offload-rollout") == pytest.approx(7.5, abs=0.05), "auto is shm then"
+    assert gib("--update-weight-transport", "shm") - gib() == pytest.approx(7.5, abs=0.05)
+
+
+def test_only_a_limit_of_the_container_refuses_what_is_kept_beside_gpus(config: Callable[..., Config]) -> None:
+    """A machine may have more than it says before its memory is used."""
+    found = config(*EIGHT)
+    assert told(found, gpu=H200, host=64 * 2**30) == (
+        "beside its GPUs the run keeps at least 419.6 GiB in the machine's memory: 8 x 52.4 for training ranks that "
+        "leave their GPU; this container may take 64.0"
+    )
+    assert told(found, gpu=H200, host=None) == told(found, gpu=H200, host=500 * 2**30) == ""
+    assert doubt_beside_gpus(found, shape_of("qwen3-4B"), 31 * 2**30) == (
+        "beside its GPUs the run keeps at least 419.6 GiB in the machine's memory: 8 x 52.4 for training ranks that "
+        "leave their GPU; this machine says that it has 31.0: unless that grows with use, processes will be killed"
+    )
+    assert doubt_beside_gpus(found, shape_of("qwen3-4B"), 500 * 2**30) is None
+
+
+def test_a_trainer_that_stays_keeps_nothing_beside_its_gpus(config: Callable[..., Config]) -> None:
+    assert beside_gpus(config(), shape_of("qwen3-4B"))[0] == 0

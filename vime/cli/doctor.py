@@ -14,12 +14,12 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 from vime.config import Config, megatron_core, resolve
-from vime.config.memory import crowding, engine_bytes, needs, on_one_machine, shortage
+from vime.config.memory import crowding, doubt_beside_gpus, engine_bytes, needs, on_one_machine, shortage
 from vime.config.parse import with_hooks_checked
 from vime.config.rules.base import known
 from vime.models import load_shape
 from vime.observe.gpu_memory import gpu_bytes
-from vime.observe.machine import cores, host_bytes
+from vime.observe.machine import cores, host_bytes, host_limit, installed_bytes
 
 BUILD_SENSITIVE = ("torchvision", "torchaudio", "torchcodec")
 """Packages whose usual builds are for CUDA; beside a CPU build of torch they break ``import transformers``."""
@@ -147,14 +147,17 @@ def memory() -> Check:
 def room(config: Config) -> Check:
     """Whether a run fits GPUs like those of this machine or, without any, this machine."""
     shape, gpus = load_shape(config.checkpoint.hf_checkpoint), gpu_bytes("total")
-    gpu, host = (min(gpus), None) if gpus else (None, host_bytes())
+    alone = config.cluster.num_slots <= len(gpus)  # all ranks would run on this machine
+    gpu, host = (min(gpus), host_limit() if alone else None) if gpus else (None, host_bytes())
     told = shortage(config, shape, gpu_bytes=gpu, host_bytes=host)
     if told is not None:
         return Check(False, told)
     trainer, engine = needs(config, shape)
-    if host is None:
+    if gpu is not None:
         each = f"a training rank holds {trainer}, an engine's process {engine / (1 << 30):.1f} of weights"
-        return Check(True, f"{each}; of {(gpu or 0) / (1 << 30):.1f} a GPU")
+        doubt = doubt_beside_gpus(config, shape, installed_bytes()) if alone else None
+        return Check(True, f"{each}; of {gpu / (1 << 30):.1f} a GPU" + (f"; {doubt}" if doubt else ""))
+    assert host is not None, "there are no GPUs"
     crowd = crowding(config, cores())
     fits = (
         f"the run needs at least {on_one_machine(config, trainer, engine)[1]}; this machine has {host / (1 << 30):.1f}"

@@ -14,11 +14,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vime.cluster.calls import RemoteError, get_all
 from vime.config import Config
-from vime.config.memory import crowding, shortage
+from vime.config.memory import crowding, doubt_beside_gpus, shortage
 from vime.errors import UserError
 from vime.models import load_shape
 from vime.observe.gpu_memory import gpu_bytes
-from vime.observe.machine import cores, host_bytes
+from vime.observe.machine import cores, host_bytes, host_limit, installed_bytes
 
 OBJECT_STORE_BYTES = 512 * 2**20  # batches of token ids are small; Ray's default would take 30 % of the memory
 ANSWER_TIMEOUT_S = 60.0
@@ -104,24 +104,23 @@ def check_devices(config: Config, slots: Slots) -> None:
 
 def check_room(config: Config, slots: Slots, say: Callable[[str], None]) -> None:
     """Raises a UserError for a run whose weights and optimizer alone do not fit, as far as that can be told, and says
-    where cores are fewer than ranks.
+    where cores are fewer than ranks, or where memory seems too small for what is kept beside GPUs.
 
-    The GPUs of all nodes are taken for those of this one, if it has any. Several nodes without GPUs are not judged.
+    The GPUs of all nodes are taken for those of this one, if it has any. The memory of several nodes is not judged.
     """
-    alone = slots.kind == "CPU" and sum(1 for node in ray.nodes() if node["Alive"]) == 1
-    gpus = gpu_bytes("total") or gpu_bytes_of_nodes() if slots.kind == "GPU" else []
-    if slots.kind == "GPU" and not gpus:
+    shape, on_gpus = load_shape(config.checkpoint.hf_checkpoint), slots.kind == "GPU"
+    of_this_node = gpu_bytes("total") if on_gpus else []
+    gpus = of_this_node or gpu_bytes_of_nodes() if on_gpus else []
+    if on_gpus and not gpus:
         say("warning: no node says how much memory its GPUs have (nvidia-smi): whether the run fits was not checked")
-    told = shortage(
-        config,
-        load_shape(config.checkpoint.hf_checkpoint),
-        gpu_bytes=min(gpus) if gpus else None,
-        host_bytes=host_bytes() if alone else None,
-    )
+    alone = sum(1 for node in ray.nodes() if node["Alive"]) == 1 and bool(of_this_node or not on_gpus)
+    host = host_limit() if on_gpus else host_bytes()
+    told = shortage(config, shape, gpu_bytes=min(gpus) if gpus else None, host_bytes=host if alone else None)
     if told is not None:
         raise UserError(told)
-    if alone and (crowd := crowding(config, cores())) is not None:
-        say(f"warning: {crowd}")
+    doubt = doubt_beside_gpus(config, shape, installed_bytes()) if on_gpus else crowding(config, cores())
+    if alone and doubt is not None:
+        say(f"warning: {doubt}")
 
 
 def gpu_bytes_of_nodes() -> list[int]:

@@ -12,12 +12,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vime.config.foreign import manifest
+
 if TYPE_CHECKING:
     from vime.config.config import Config
     from vime.config.layouts import Layout
     from vime.models import ModelShape, WeightRule
 
-__all__ = ["TrainerMemory", "crowding", "engine_bytes", "needs", "on_one_machine", "shortage", "trainer_memory"]
+__all__ = [
+    "TrainerMemory",
+    "beside_gpus",
+    "crowding",
+    "doubt_beside_gpus",
+    "engine_bytes",
+    "needs",
+    "on_one_machine",
+    "shortage",
+    "trainer_memory",
+]
 
 GIB = 2**30
 GRADIENT = 4  # bytes a parameter: gradients add up in float32
@@ -25,7 +37,8 @@ MOMENTS = 8  # two of AdamW, in float32
 MAIN = 4  # float32 copies of parameters that are narrower
 SMALLER_WEIGHTS = ("quantization", "cpu_offload_gb")
 """Flags of vLLM under which an engine's weights take another space than in the trainer's precision."""
-DEFAULT_UTILIZATION = 0.9  # vLLM's --gpu-memory-utilization
+COMPARING = 3 * GIB
+"""Of a device, for the context of a training rank (2.2 seen) and its pass over one short text."""
 CPU_KV_CACHE_BYTES = 512 << 20  # of an engine's process without a GPU, unless flags say otherwise
 RANK_PROCESS = 0.3 * GIB  # Python with torch, Megatron and Ray: 0.32 measured
 ENGINE_PROCESS = 0.6 * GIB  # vLLM on a CPU beside weights, keys and values, without what engines share; 0.97 with it
@@ -126,15 +139,69 @@ def shortage(config: Config, shape: ModelShape, *, gpu_bytes: int | None, host_b
 
     Args:
         gpu_bytes: of each GPU; None where slots are CPU processes.
-        host_bytes: of the machine on which all processes run; None where there are several, or GPUs.
+        host_bytes: what the processes may take of the one machine on which all of them run, of one with GPUs only if it
+            is a limit of its container (beyond which they are killed); None where there are several machines.
     """
     trainer, engine = needs(config, shape)
     if gpu_bytes is not None:
-        return _shortage_of_gpus(config, trainer, engine, gpu_bytes)
+        told = _shortage_of_gpus(config, trainer, engine, gpu_bytes)
+        return told or _shortage_beside_gpus(config, shape, host_bytes)
     needed, told = on_one_machine(config, trainer, engine)
     if host_bytes is None or needed <= host_bytes:
         return None
     return f"the run needs at least {told}; this machine has {host_bytes / GIB:.1f}{_unasked(config)}"
+
+
+def _shortage_beside_gpus(config: Config, shape: ModelShape, limit: int | None) -> str | None:
+    needed, told = beside_gpus(config, shape)
+    if limit is None or needed <= limit:
+        return None
+    return f"beside its GPUs the run keeps {told}; this container may take {limit / GIB:.1f}"
+
+
+def doubt_beside_gpus(config: Config, shape: ModelShape, installed: int) -> str | None:
+    """That the machine says that it has less than the run keeps beside its GPUs: that of some grows as it is used."""
+    needed, told = beside_gpus(config, shape)
+    if needed <= installed:
+        return None
+    return (
+        f"beside its GPUs the run keeps {told}; this machine says that it has {installed / GIB:.1f}: unless that grows "
+        "with use, processes will be killed"
+    )
+
+
+def beside_gpus(config: Config, shape: ModelShape) -> tuple[float, str]:
+    """Bytes that the training ranks of a run on one machine keep in its memory at least, and how they come about: what
+    leaves the GPUs, other sets of weights, and weights for engines to read."""
+    trainer, _ = needs(config, shape)
+    cluster, ranks = config.cluster, config.cluster.train_world_size
+    leaves = trainer.weights + trainer.optimizer if cluster.offload_train and cluster.num_engines else 0.0
+    parts = {"training ranks that leave their GPU": (ranks, leaves)}
+    if cluster.colocate_critic:
+        parts["ranks of the critic"] = (ranks, leaves)
+    parts["copies of weights for a reference, a teacher or an old actor"] = (
+        ranks * _weight_sets(config),
+        trainer.weights,
+    )
+    if _shares_weights(config):
+        itemsize = 4 if config.parallel.fp32 else 2
+        parts["weights that engines read"] = (1, engine_bytes(shape, itemsize=itemsize, processes=1))
+    needed = sum(count * size for count, size in parts.values())
+    told = "; ".join(f"{count} x {size / GIB:.1f} for {what}" for what, (count, size) in parts.items() if count * size)
+    return needed, f"at least {needed / GIB:.1f} GiB in the machine's memory: {told}"
+
+
+def _weight_sets(config: Config) -> int:
+    """Of the actor, that each of its ranks keeps."""
+    teacher = config.distillation.opd_teacher_load is not None
+    return config.algorithm.needs_reference + teacher + config.off_policy.keep_old_actor
+
+
+def _shares_weights(config: Config) -> bool:
+    """Whether engines on GPUs read their weights from the machine's memory; see ``cluster.transport``."""
+    cluster, asked = config.cluster, config.engine.update_weight_transport
+    lasting = config.sampling.use_fault_tolerance or not cluster.offload_train
+    return cluster.num_engines > 0 and (asked == "shm" or (asked == "auto" and cluster.colocate and lasting))
 
 
 def crowding(config: Config, cores: int) -> str | None:
@@ -183,7 +250,7 @@ def _shortage_of_gpus(config: Config, trainer: TrainerMemory, engine: float, gpu
             f"a training rank needs at least {trainer}, and activations; {has}: use more slots with a larger "
             "--tensor-model-parallel-size or --pipeline-model-parallel-size, or --use-distributed-optimizer"
         )
-    usable = float(config.vllm.get("gpu_memory_utilization") or DEFAULT_UTILIZATION) * gpu_bytes
+    usable = _utilization(config) * gpu_bytes
     if engine > usable:
         return (
             f"an engine needs {engine / GIB:.1f} GiB for its weights on each GPU, and memory for keys and values; "
@@ -201,4 +268,27 @@ def _shortage_of_gpus(config: Config, trainer: TrainerMemory, engine: float, gpu
             f"--colocate without both offloads: a training rank needs at least {trainer} beside the engine's "
             f"{usable / GIB:.1f} (--vllm-gpu-memory-utilization); {has}"
         )
+    meets = cluster.colocate and cluster.offload_train and cluster.offload_rollout
+    if meets and engine and trainer.weights + usable + COMPARING > gpu_bytes:
+        return (
+            f"after a sync log-probs are compared: then a training rank has its weights of {trainer.weights / GIB:.1f} "
+            f"GiB, and {COMPARING / GIB:.0f} more, beside the engine's {usable / GIB:.1f}; {has}: "
+            + _what_leaves_room(config, engine, trainer.weights, gpu_bytes)
+        )
     return None
+
+
+def _what_leaves_room(config: Config, engine: float, weights: float, gpu_bytes: int) -> str:
+    """For the trainer's weights beside an engine."""
+    left = gpu_bytes - weights - COMPARING
+    if left <= engine:
+        return "use more slots with a larger --tensor-model-parallel-size and --rollout-num-gpus-per-engine"
+    if config.vllm.get("kv_cache_memory_bytes") is not None:
+        return f"--vllm-kv-cache-memory-bytes {int(left - engine)} leaves room"
+    return f"--vllm-gpu-memory-utilization {math.floor(100 * left / gpu_bytes) / 100:g} leaves room"
+
+
+def _utilization(config: Config) -> float:
+    """The share of a GPU that an engine takes."""
+    given = config.vllm.get("gpu_memory_utilization")
+    return float(manifest("vllm")["gpu-memory-utilization"].default if given is None else given)
