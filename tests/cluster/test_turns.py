@@ -84,7 +84,7 @@ LEAVE = ("offload rest", "offload parameters")
 COME = ("sleep 2", "onload parameters", "onload rest")
 
 
-async def taking_turns(**options: bool) -> tuple[Calls, Turns]:
+async def taking_turns(**options: Any) -> tuple[Calls, Turns]:
     calls = Calls()
     turns = Turns(calls, **options)  # type: ignore[arg-type]
     await turns.engines_started(Fleet.of([calls]))  # type: ignore[list-item]
@@ -179,6 +179,30 @@ async def test_nobody_moves_where_both_have_room() -> None:
     await a_rollout(turns)
     await turns.save(Path("folder"))
     assert calls == ["train", "save"]
+
+
+async def test_a_trainer_that_shares_no_devices_with_engines_keeps_nobody_waiting() -> None:
+    """It shares them with a critic, or has room beside engines that stay awake."""
+    calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=False)
+    for _ in range(2):
+        await turns.train(None)  # type: ignore[arg-type]
+        calls.clear()
+        await turns.to_weights(copied=True)
+        await turns.to_generation()
+        assert not {"offload rest", "offload parameters", "drop copies"} & set(calls)
+        await turns.settled()
+        assert calls[-3:] == [*LEAVE, "drop copies"]
+
+
+async def test_how_long_engines_took_to_fall_asleep_is_not_forgotten_when_nobody_was_awake() -> None:
+    notes: list[str] = []
+    calls, turns = await taking_turns(trainer_leaves=True, engines_sleep=True, note=notes.extend)
+    await sync(turns)
+    calls.clear()
+    notes.clear()
+    await turns.train(None)  # type: ignore[arg-type]
+    await turns.to_export()
+    assert notes.count("perf/turn_time/sleep") == calls.count("sleep 2") == 1
 
 
 class Critic(Calls):

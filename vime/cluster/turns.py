@@ -94,6 +94,11 @@ class Turns:
             if self._leaving.done() and not self._leaving.cancelled():
                 self._leaving.exception()  # which is seen by that
 
+    async def settled(self) -> None:
+        """Waits until nobody is on the way out. What goes wrong there is raised before the next turn, not here."""
+        if self._leaving is not None:
+            await asyncio.wait([self._leaving])
+
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Nobody else uses models, or moves them or engines, within."""
@@ -177,12 +182,12 @@ class Turns:
 
     async def _wake(self, tag: Tag, *, make_room: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """Engines that sleep take memory, after room was made for it unless they have it already."""
+        if not self._sleeping:  # nobody takes any
+            return
         if make_room is not None:
             free = await self._trainer.free_bytes() if tag in self._taken else []
             if not self._have_room(free, tag):
                 await make_room()
-        if not self._sleeping:
-            return
         before = await self._trainer.free_bytes()
         with self._timed(f"wake_{tag}"):
             await self._all(lambda engine: engine.wake_up(tag, timeout_s=TIMEOUT_S))
@@ -268,6 +273,8 @@ class Turns:
             self._lent = False
             await self._moved.wait_for(lambda: self._starting == 0)
         awake = [engine for engine in self._fleet if engine not in self._sleeping]
+        if not awake:  # and what was noted when they fell asleep stays
+            return
         with self._timed("sleep"):
             await self._fleet.each(lambda engine: engine.sleep(2 if level == 2 else 1, timeout_s=TIMEOUT_S), awake)
         self._sleeping.update(awake)
