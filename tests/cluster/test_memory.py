@@ -9,6 +9,9 @@ from vime.cluster.calls import RemoteError
 from vime.cluster.memory import MemoryLedger
 
 
+async def nobody_moves() -> None: ...
+
+
 async def test_a_ledger_notes_both_sides_without_being_waited_for() -> None:
     noted: dict[str, float] = {}
 
@@ -23,7 +26,7 @@ async def test_a_ledger_notes_both_sides_without_being_waited_for() -> None:
     assert noted == {}
     await asyncio.sleep(0.01)
     assert noted == {"memory/engine/train": 2.0}
-    ledger.generating()
+    ledger.generating(nobody_moves)
     await asyncio.sleep(0.01)
     assert noted == {"memory/engine/train": 2.0, "memory/engine/generate": 2.0, "memory/actor/generate": 3.0}
     await ledger.close()
@@ -39,7 +42,7 @@ async def test_a_process_that_is_gone_is_not_the_ledgers_affair() -> None:
 
     noted: list[Mapping[str, float]] = []
     ledger = MemoryLedger(hangs, gone, noted.append)
-    ledger.generating()
+    ledger.generating(nobody_moves)
     await asyncio.sleep(0.01)
     await ledger.close()
     assert noted == []

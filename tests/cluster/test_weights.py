@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from vime.cluster.memory import MemoryLedger
 from vime.cluster.turns import Turns
 from vime.cluster.weight_folders import WeightFolders
 from vime.cluster.weights import GroupWeightSync
@@ -31,7 +32,7 @@ CONFIG: Any = SimpleNamespace(
 
 
 class Trainer:
-    """Its weights are a number, which training raises."""
+    """Its weights are a number, which training raises. It may take its time to leave."""
 
     plan, path = PLAN, "/proc/1/fd/1"
     handles: Mapping[str, str] = {}
@@ -42,6 +43,23 @@ class Trainer:
         self.calls: list[str] = []
         self.may_end = asyncio.Event()
         self.may_end.set()
+        self.may_leave = asyncio.Event()
+        self.may_leave.set()
+        self.is_here = True
+
+    async def shed(self) -> list[int]:
+        return [0]
+
+    free_bytes = shed
+
+    async def begin_offload(self, part: str) -> None: ...
+
+    async def offload(self, part: str) -> None:
+        await self.may_leave.wait()
+        self.is_here = False
+
+    async def onload(self, part: str) -> None:
+        self.is_here = True
 
     async def train(self, batch: Any) -> Any:
         await self.may_end.wait()
@@ -77,6 +95,7 @@ class Engine:
         self.url, self.dead = name, None
         self._trainer = trainer
         self.serves: tuple[int, int] | None = None  # (version, weights)
+        self.calls: list[str] = []
         self.fails_at = ""
 
     def __str__(self) -> str:
@@ -100,8 +119,9 @@ class Engine:
         if name.startswith("_"):
             raise AttributeError(name)
 
-        async def call(*_: object, **__: object) -> None:
+        async def call(*arguments: object, **__: object) -> None:
             self._fail(name)
+            self.calls.append(f"wake {arguments[0]}" if name == "wake_up" else name)
 
         return call
 
@@ -130,14 +150,17 @@ class Scene:
         folders: WeightFolders | None = None,
         tolerant: bool = True,
         router: Any = None,
+        trainer_leaves: bool = False,
+        engines_sleep: bool = False,
     ) -> None:
         monkeypatch.setattr("vime.cluster.weights.Broadcast", OneBroadcast)
         monkeypatch.setattr(GroupWeightSync, "_probe_is_due", lambda self: False)
         self.trainer: Any = Trainer()
         self.fleet = Fleet(router, tolerant=tolerant)
-        self.turns = Turns(self.trainer, trainer_leaves=False, engines_sleep=False)
+        self.turns = Turns(self.trainer, trainer_leaves=trainer_leaves, engines_sleep=engines_sleep)
         self.unscheduled: list[tuple[int, int]] = []
-        ledger: Any = SimpleNamespace(training=lambda: None, generating=lambda: None)
+        self.seen: list[Mapping[str, float]] = []
+        self.ledger = MemoryLedger(self.held_by_trainer, self.held_by_engines, self.seen.append)
         self.weights = GroupWeightSync(
             CONFIG,
             self.trainer,
@@ -146,7 +169,7 @@ class Scene:
             probe_prompt=[1],
             transport=transport,
             folders=folders,
-            ledger=ledger,
+            ledger=self.ledger,
             version=0,
             unscheduled=lambda version, trainings: self.unscheduled.append((version, trainings)),
         )
@@ -163,6 +186,12 @@ class Scene:
 
     async def train(self) -> None:
         await self.turns.train(None)  # type: ignore[arg-type]
+
+    async def held_by_trainer(self) -> float:
+        return float(self.trainer.is_here)
+
+    async def held_by_engines(self) -> Mapping[str, float]:
+        return {"device": 1.0 + self.trainer.is_here}
 
     async def restore(self, engine: Any) -> bool:
         return await self.weights.restore(engine)
@@ -285,6 +314,47 @@ async def test_copies_on_devices_are_dropped_in_each_sync(scene: Callable[..., S
         assert world.trainer.calls == [f"export {version}", "drop"]
         await world.train()
     assert [engine.serves for engine in world.engines] == [(2, 2)] * 2
+
+
+async def test_engines_that_sleep_do_not_go_on_before_they_have_memory_for_keys_and_values(
+    scene: Callable[..., Scene],
+) -> None:
+    """Requests that came meanwhile would be computed on memory that is not there."""
+    world = scene(engines=1, engines_sleep=True, trainer_leaves=True)
+    await world.turns.engines_started(world.fleet)
+    engine = world.engines[0]
+    for version in (1, 2):
+        assert await world.weights.sync() == version
+        assert engine.calls == [
+            *("sleep", "wake weights", "announce", "start_update", "reset_prefix_cache", "wake kv_cache")
+        ]
+        engine.calls.clear()
+        await world.train()
+
+
+async def test_an_engine_that_was_restarted_beside_engines_that_sleep_is_awake_and_is_resumed(
+    scene: Callable[..., Scene],
+) -> None:
+    world = scene(engines_sleep=True)
+    await world.turns.engines_started(world.fleet)
+    await world.weights.sync()
+    engine = world.restart(1)
+    assert await world.restore(engine)
+    assert engine.calls == ["announce", "pause", "start_update", "reset_prefix_cache", "resume"]
+
+
+async def test_what_is_held_while_engines_generate_is_seen_once_the_trainer_has_left(
+    scene: Callable[..., Scene],
+) -> None:
+    world = scene(trainer_leaves=True)
+    world.trainer.may_leave.clear()
+    await world.weights.sync()
+    await asyncio.sleep(0.01)
+    assert world.seen == [], "the sync does not wait for the trainer, and nobody has looked yet"
+    world.trainer.may_leave.set()
+    await world.turns.settled()
+    await asyncio.sleep(0.01)
+    assert world.seen == [{"memory/device/generate": 1.0, "memory/actor/generate": 0.0}]
 
 
 async def test_a_trainer_that_has_not_trained_since_broadcasts_the_same_version_again(

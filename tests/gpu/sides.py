@@ -191,7 +191,7 @@ async def _in_turns(url: str, worker: TrainWorker, scratch: Path, versions: int,
             worker.offload("rest")
             worker.offload("parameters")
             await wake(control, "weights")
-            await sync_engines(transfer, [control], version, timeout_s=TIMEOUT_S)
+            await sync_engines(transfer, [control], version, timeout_s=TIMEOUT_S, asleep=ON_GPU)
             worker.drop_copy()
             await wake(control, "kv_cache")
             turns.append(Turn(folder=folder, generation=await generate_on(control, PROMPT, SAMPLED)))

@@ -124,11 +124,14 @@ class Sender:
     def path(self) -> str:
         return self.buffer.path
 
-    async def send(self, weights: Weights, *, bucket_bytes: int = BUCKET_BYTES) -> tuple[int, SyncReport]:
+    async def send(
+        self, weights: Weights, *, bucket_bytes: int = BUCKET_BYTES, asleep: bool = False
+    ) -> tuple[int, SyncReport]:
         """Returns the version that the engine now serves."""
         version = next(self.versions)
         self.buffer.write(self.plan, weights.items())
-        return version, await sync_engines(SharedMemory(self, bucket_bytes=bucket_bytes), [self.control], version)
+        transfer = SharedMemory(self, bucket_bytes=bucket_bytes)
+        return version, await sync_engines(transfer, [self.control], version, asleep=asleep)
 
 
 @pytest.fixture

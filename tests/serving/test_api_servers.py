@@ -91,6 +91,26 @@ async def test_a_sync_through_one_is_a_sync_of_the_engine(engine: Served, contro
     await client.close()
 
 
+async def test_requests_to_an_engine_that_sleeps_wait_until_it_has_memory_for_keys_and_values(
+    engine: Served, control: EngineControl
+) -> None:
+    """On a CPU a sleep takes no memory away, but vLLM's scheduler stops and goes on as it does on a GPU."""
+    await control.sleep(2)
+    client = RouterClient(engine.url, [control])
+    tasks = await start_long(client)
+    weights = changed(engine.weights, seed=4)
+    await control.wake_up("weights")
+    version, report = await Sender(engine.weights, control).send(weights, asleep=True)
+    assert "resume" not in report.steps_s
+    assert await control.is_paused()
+    assert not any(task.done() for task in tasks)
+    await control.wake_up("kv_cache")  # nobody resumes it
+    async with asyncio.timeout(60):
+        generations = await asyncio.gather(*tasks)
+    assert {each for generation in generations for each in generation.weight_versions} == {version}
+    await client.close()
+
+
 async def test_all_of_them_say_that_a_paused_engine_is_paused(engine: Served, control: EngineControl) -> None:
     await control.pause("keep")
     try:

@@ -197,7 +197,8 @@ class FakeEngine:
             self._take("weights")
         if "weights" not in query:
             self._take("kv_cache")
-            self.asleep = False
+            self.asleep = self.paused = False  # as vLLM does, whatever paused it
+            self.has_served = self.has_served or self.version > 0
             self._wake()
 
     def _take(self, *parts: str) -> None:
@@ -213,6 +214,7 @@ class FakeEngine:
         self._wake()
 
     def _resume(self, body: Any) -> None:
+        assert not self.asleep, f"{self} was resumed without memory for keys and values"
         self.paused, self.has_served = False, True
         self._wake()
 

@@ -43,8 +43,9 @@ class FakeEngine:
         return call
 
 
-async def sync(*engines: FakeEngine) -> None:
-    await sync_engines(SharedMemory(FakeExport(), bucket_bytes=256), engines, 7)  # type: ignore[arg-type]
+async def sync(*engines: FakeEngine, asleep: bool = False) -> None:
+    transfer = SharedMemory(FakeExport(), bucket_bytes=256)
+    await sync_engines(transfer, engines, 7, asleep=asleep)  # type: ignore[arg-type]
 
 
 async def test_the_order_of_a_sync() -> None:
@@ -53,6 +54,21 @@ async def test_the_order_of_a_sync() -> None:
     order = ["announce", "pause", "start_update", "update", "finish_update", "reset_prefix_cache", "resume"]
     assert engine.calls == order
     assert engine.dead is None
+
+
+async def test_engines_that_sleep_are_not_resumed() -> None:
+    """They have no memory for keys and values yet, and go on by themselves once they have."""
+    engine = FakeEngine("e0")
+    await sync(engine, asleep=True)
+    assert engine.calls == ["announce", "start_update", "update", "finish_update", "reset_prefix_cache"]
+
+
+async def test_engines_that_sleep_are_not_resumed_after_a_failure_either() -> None:
+    good, bad = FakeEngine("e0"), FakeEngine("e1", fails_at="start_update")
+    with pytest.raises(SyncError):
+        await sync(good, bad, asleep=True)
+    assert "resume" not in good.calls + bad.calls
+    assert good.dead is None
 
 
 async def test_if_one_engine_refuses_the_plan_no_engine_is_touched() -> None:

@@ -84,16 +84,22 @@ class MemoryLedger:
         """The trainer has learned and is still there; engines may sleep. (It says itself what it held.)"""
         self._look("train", of_trainer=False)
 
-    def generating(self) -> None:
-        """The engines have new weights and begin to generate."""
-        self._look("generate", of_trainer=True)
+    def generating(self, settled: Callable[[], Awaitable[None]]) -> None:
+        """The engines have new weights and begin to generate.
 
-    def _look(self, phase: str, *, of_trainer: bool) -> None:
-        task = asyncio.ensure_future(self._noted(phase, of_trainer))
+        Args:
+            settled: returns once the trainer has left, if it leaves; before, the change of turns would be seen.
+        """
+        self._look("generate", of_trainer=True, settled=settled)
+
+    def _look(self, phase: str, *, of_trainer: bool, settled: Callable[[], Awaitable[None]] | None = None) -> None:
+        task = asyncio.ensure_future(self._noted(phase, of_trainer, settled))
         self._looking.add(task)
         task.add_done_callback(self._looking.discard)
 
-    async def _noted(self, phase: str, of_trainer: bool) -> None:
+    async def _noted(self, phase: str, of_trainer: bool, settled: Callable[[], Awaitable[None]] | None) -> None:
+        if settled is not None:
+            await settled()
         with contextlib.suppress(RemoteError):  # who looks after the processes says why one is gone
             held = {f"memory/{kind}/{phase}": size for kind, size in (await self._engines()).items()}
             if of_trainer:

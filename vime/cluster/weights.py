@@ -138,13 +138,13 @@ class GroupWeightSync:
                 transfer = await self._transfer(version)
                 reached = await self._send(transfer, version)
             await self._turns.to_generation()
-            self._ledger.generating()
             self.version = version
             if unscheduled:  # at once: a checkpoint that knows the version must know its trainings too
                 self._unscheduled(version, unscheduled)
             self._turns.trained = 0
             if self._probe_is_due():
                 await self._probe(reached)
+            self._ledger.generating(self._turns.settled)  # after the probe, for which the trainer may come back
             self._syncs += 1
         if self._folders is not None:
             await self._folders.remove_old()
@@ -180,7 +180,13 @@ class GroupWeightSync:
         """The engines that have the version in the end; those that failed are lost."""
         while engines := self._fleet.engines:
             try:
-                report = await sync_engines(transfer, engines, version, timeout_s=self._timeout_s)
+                report = await sync_engines(
+                    transfer,
+                    engines,
+                    version,
+                    timeout_s=self._timeout_s,
+                    asleep=self._turns.engines_are_asleep,
+                )
             except SyncError as error:
                 if self._syncs == 0 or not self._fleet.tolerant:
                     raise

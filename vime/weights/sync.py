@@ -3,6 +3,9 @@
 The order for each engine: announce the plan (before anything stops), pause with running requests kept, start, load,
 finish under the new version, drop cached keys and values, resume. All engines take each step at the same time. How the
 bytes travel is the transfer's affair (``weights.transfers``).
+
+Engines whose keys and values sleep are paused already, and go on by themselves once they have memory for them: nobody
+pauses them, and nobody may resume them, for they would compute on memory that is not there.
 """
 
 from __future__ import annotations
@@ -50,17 +53,23 @@ class SyncReport:
     """How long a sync took, in seconds; the longest over the engines where they differ."""
 
     announced_s: float = 0.0
-    paused_s: float = 0.0  # from asking to pause until generation went on
+    paused_s: float = 0.0  # from asking to pause until generation went on, or might once engines are awake
     steps_s: dict[str, float] = field(default_factory=dict)
 
 
 async def sync_engines(
-    transfer: Transfer, engines: Sequence[EngineControl], version: WeightVersion, *, timeout_s: float = 600.0
+    transfer: Transfer,
+    engines: Sequence[EngineControl],
+    version: WeightVersion,
+    *,
+    timeout_s: float = 600.0,
+    asleep: bool = False,
 ) -> SyncReport:
     """Makes every engine serve the trainer's weights as ``version``. They must not change before this returns.
 
     Args:
         timeout_s: deadline of each step of each engine.
+        asleep: the engines have memory for weights, and none for keys and values, which they are to get afterwards.
 
     Raises:
         SyncError: an engine refused the plan (then none was touched), or failed later.
@@ -71,7 +80,7 @@ async def sync_engines(
     await transfer.announce(engines, version, timeout_s=timeout_s)
     report.announced_s = clock() - begin
     begin = clock()
-    await _Update(transfer, engines, version, timeout_s, report).run()
+    await _Update(transfer, engines, version, timeout_s, report, asleep=asleep).run()
     report.paused_s = clock() - begin
     return report
 
@@ -86,25 +95,30 @@ class _Update:
         version: WeightVersion,
         timeout_s: float,
         report: SyncReport,
+        *,
+        asleep: bool,
     ) -> None:
         self._transfer = transfer
         self._engines = list(engines)  # those that take part and have not failed
         self._version = version
         self._timeout_s = timeout_s
         self._report = report
+        self._asleep = asleep
         self._touched = False  # whether weights may have been overwritten
         self._failures: dict[str, str] = {}
 
     async def run(self) -> None:
         """Resumes every engine in the end, unless its weights were touched and are not whole: then it is dead."""
         try:
-            await self._each("pause", lambda engine: engine.pause("keep", timeout_s=self._timeout_s))
+            if not self._asleep:
+                await self._each("pause", lambda engine: engine.pause("keep", timeout_s=self._timeout_s))
             await self._each("start", lambda engine: engine.start_update(timeout_s=self._timeout_s))
             self._touched = True
             await self._load()
             await self._each("finish", lambda e: e.finish_update(self._version, timeout_s=self._timeout_s))
             await self._each("reset", lambda engine: engine.reset_prefix_cache(timeout_s=self._timeout_s))
-            await self._each("resume", lambda engine: engine.resume(timeout_s=self._timeout_s))
+            if not self._asleep:
+                await self._each("resume", lambda engine: engine.resume(timeout_s=self._timeout_s))
         except BaseException as error:
             reason = str(error) or type(error).__name__
             await asyncio.shield(asyncio.gather(*(self._give_up(engine, reason) for engine in self._engines)))
@@ -137,7 +151,7 @@ class _Update:
             if self._touched:
                 engine.dead = reason
                 await engine.abort_all(timeout_s=CLEANUP_TIMEOUT_S)
-            else:
+            elif not self._asleep:
                 await engine.resume(timeout_s=CLEANUP_TIMEOUT_S)
         except EngineError as error:
             engine.dead = engine.dead or f"{reason}; then {error}"
