@@ -149,6 +149,13 @@ def test_an_evaluation_set_may_end_like_a_metric_of_no_other(flags, prompt_file)
         ("--seed 1.5", "--seed expects a whole number, not '1.5'"),
         ("--rollout-shuffle 3", "unexpected '3': --rollout-shuffle takes no value"),
         ("--rollout-shuffle=maybe", "unexpected 'maybe': --rollout-shuffle takes no value"),
+        ("--qkv-format bshd", "--qkv-format bshd cannot be given: samples are always packed, which is thd"),
+        ("--qkv-format sbhd", "--qkv-format expects one of thd, not 'sbhd'"),
+        (
+            "--rm-type random",
+            "--rm-type random cannot be given: random rewards teach nothing; a function of your own comes by "
+            "--custom-rm-path",
+        ),
         ("--kl-loss-type k4", "--kl-loss-type expects one of k1, k2, k3, low_var_kl, not 'k4'"),
         (
             "--advantage-estimator gpro",

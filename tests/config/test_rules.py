@@ -562,6 +562,10 @@ WARNINGS = {
     "--moe-use-legacy-grouped-gemm": (
         "--moe-use-legacy-grouped-gemm has no effect: vime multiplies by its experts in its own way"
     ),
+    "--actor-num-nodes 2": (
+        "--colocate with --actor-num-nodes 2: where they are several nodes with GPUs, the run ends once it has its "
+        "slots, unless --update-weight-transport disk brings the weights to the engines"
+    ),
     "--wandb-project p": "--wandb-project has no effect without --use-wandb",
 }
 
@@ -617,6 +621,15 @@ def test_the_message_of_a_warning(flags, model_dir, prompt_file, words, message)
     places = {"model": model_dir, "prompts": prompt_file}
     resolution = resolve(flags(*[word.format(**places) for word in words.split()]))
     assert (resolution.violations, resolution.warnings) == ((), (message,))
+
+
+@pytest.mark.parametrize(
+    "words", ["--update-weight-transport disk --update-weight-disk-dir {folder}", "--no-colocate --rollout-num-gpus 2"]
+)
+def test_weights_can_reach_the_engines_of_several_nodes(flags, tmp_path, words):
+    words = f"--actor-num-nodes 2 {words.format(folder=tmp_path / 'weights')}"
+    resolution = resolve(flags(*words.split()))
+    assert (resolution.violations, resolution.warnings) == ((), ())
 
 
 def test_a_file_of_evaluations_without_an_interval_is_doubtful(flags, prompt_file, tmp_path):

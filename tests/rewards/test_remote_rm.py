@@ -2,13 +2,18 @@
 
 import asyncio
 import contextlib
+import types
 
 import pytest
 from aiohttp import web
 
+from tests.config.conftest import flags, model_dir, prompt_file  # noqa: F401
+from vime.config import parse_config
+from vime.plugins import resolve_hooks
 from vime.rewards.hub import RewardHub
 from vime.rewards.remote_rm import RemoteReward
 from vime.rewards.values import RewardFailed
+from vime.rollout.build import make_hub
 
 from .test_hub import FakePool, Settings, rewarded, sample
 
@@ -94,6 +99,35 @@ async def test_no_answer_in_time_is_a_failure():
     async with service(answer, timeout_s=0.05) as (client, _):
         with pytest.raises(RewardFailed, match=r"no answer within 0\.05 s"):
             await client.ask("p", "r", None)
+
+
+@contextlib.asynccontextmanager
+async def hub_of(words):
+    """The hub of a run with these flags."""
+    config = parse_config(words)
+    hub = make_hub(config, types.SimpleNamespace(hooks=resolve_hooks(config)), config.args, FakePool())
+    try:
+        yield hub
+    finally:
+        await hub.close()
+
+
+async def test_rm_timeout_s_is_the_time_of_one_try(flags):  # noqa: F811
+    async def answer(number, body):
+        await asyncio.sleep(1)
+        return web.json_response(1.0)
+
+    async with service(answer) as (client, bodies):
+        words = f"--rm-type remote_rm --rm-url {client._url} --rm-timeout-s 0.05"
+        async with hub_of(flags(*words.split())) as hub:
+            one = await rewarded(hub)
+        assert one.grade.detail.startswith(f"remote_rm: reward service {client._url} no answer within 0.05 s")
+        assert len(bodies) <= 1, "a try that ran out of time is the last"
+
+
+async def test_a_service_has_two_minutes_where_nothing_is_said(flags):  # noqa: F811
+    async with hub_of(flags("--rm-type", "remote_rm", "--rm-url", "http://127.0.0.1:9/reward")) as hub:
+        assert hub._remote._timeout_s == 120
 
 
 async def test_nobody_there():

@@ -47,14 +47,16 @@ def flag(
     help: str,  # noqa: A002
     secret: bool = False,
     choices: tuple[str, ...] = (),
+    instead: Mapping[str, str] | None = None,
     repeats: bool = False,
 ) -> T:
     """A flag with a default. ``choices`` is for sets which are only known to a table; others are typed as Literal.
 
     Args:
+        instead: values that are usual elsewhere, and why they cannot be given here.
         repeats: a flag that is given again adds to what it had; else the last one wins.
     """
-    metadata = {"help": help, "secret": secret, "choices": choices, "repeats": repeats}
+    metadata = {"help": help, "secret": secret, "choices": choices, "instead": instead or {}, "repeats": repeats}
     if isinstance(default, dict):
         return typing.cast(T, dataclasses.field(default_factory=default.copy, metadata=metadata))
     return dataclasses.field(default=default, metadata=metadata)
@@ -72,7 +74,9 @@ def derived(rule: str, *, help: str) -> Any:  # noqa: A002
 
 def _kind(hint: Any, metadata: Mapping[str, Any]) -> Kind:
     kind = kind_of(hint, metadata.get("choices", ()))
-    return dataclasses.replace(kind, appends=True) if metadata.get("repeats") else kind
+    return dataclasses.replace(
+        kind, instead=metadata.get("instead", {}), appends=kind.appends or metadata.get("repeats", False)
+    )
 
 
 def flags_of(section: str, cls: type) -> Iterator[Flag]:

@@ -14,7 +14,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Converter = Callable[[Any], Any]
@@ -37,6 +37,7 @@ class Kind:
     convert: Converter
     appends: bool = False  # a repeated flag adds to the earlier ones; else the last one wins
     optional: bool = False  # YAML's null is allowed
+    instead: Mapping[str, str] = field(default_factory=dict)  # why values that are usual elsewhere cannot be given
 
 
 def to_bool(raw: Any) -> bool:

@@ -176,7 +176,7 @@ def apply(draft: Draft, source: Iterator[Given] | list[Given]) -> None:
         try:
             value = _converted(each)
         except (ValueError, TypeError, RecursionError):
-            draft.errors.append(f"{each.written} expects {each.target.kind.expected}, not {_short(each.raw)}")
+            draft.errors.append(_refusal(each))
             draft.broken.add(attribute)
             continue
         if each.target.kind.appends and attribute in fresh:
@@ -184,6 +184,14 @@ def apply(draft: Draft, source: Iterator[Given] | list[Given]) -> None:
         fresh[attribute] = value
         draft.values[each.target.store, each.target.key] = value
         draft.origins[attribute] = each.origin
+
+
+def _refusal(given: Given) -> str:
+    kind = given.target.kind
+    why = kind.instead.get(given.raw) if isinstance(given.raw, str) else None
+    if why is not None:
+        return f"{given.written} {given.raw} cannot be given: {why}"
+    return f"{given.written} expects {kind.expected}, not {_short(given.raw)}"
 
 
 def _converted(given: Given) -> Any:

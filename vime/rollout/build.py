@@ -10,6 +10,7 @@ from typing import Any
 from vime.config import Args, Config
 from vime.config.eval_datasets import eval_datasets
 from vime.config.flags import option
+from vime.config.rules.base import is_given
 from vime.data.chat import PromptEncoder
 from vime.data.source import PromptSource, encoder_of, pop_first
 from vime.data.tokenizer import load_tokenizer
@@ -26,6 +27,7 @@ from vime.ports import DataSource, Generator, GraderPool, Recorder, Teacher
 from vime.rewards import code, registry
 from vime.rewards.hub import RewardHub
 from vime.rewards.pool import GraderProcessPool
+from vime.rewards.remote_rm import RemoteReward
 from vime.rollout.conversion import Convert, PostProcess, to_rollout_batch
 from vime.rollout.distillation import Taught, Unrewarded
 from vime.rollout.eval_sets import EvalInput, load_eval_inputs, make_eval_set
@@ -214,7 +216,19 @@ def make_hub(config: Config, prompts: Prompts, args: Args, pool: GraderPool) -> 
         args=args,
         custom_rm=prompts.hooks.get(contracts.CUSTOM_RM),
         resolve=lambda path: load_hook(path, "custom_rm_path of a sample", contracts.CUSTOM_RM, log_file(config)),
+        remote=_reward_service(config),
     )
+
+
+def _reward_service(config: Config) -> RemoteReward | None:
+    """The client of ``--rm-url``. A service may compute for long: it has less than the client's own deadline only where
+    somebody said so."""
+    reward = config.reward
+    if reward.rm_url is None:
+        return None
+    if not is_given(config, "rm_timeout_s"):
+        return RemoteReward(reward.rm_url)
+    return RemoteReward(reward.rm_url, timeout_s=reward.rm_timeout_s)
 
 
 def make_rewarder(

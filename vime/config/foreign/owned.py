@@ -19,7 +19,6 @@ _OBJECT = "no flag can give it: it is a Python object"
 OWNED: Mapping[str, Mapping[str, str]] = {
     "vllm": {
         "model": "use --hf-checkpoint",
-        "model-tag": "use --hf-checkpoint",
         "tokenizer": "use --hf-checkpoint",
         "served-model-name": "the model is served under the path of --hf-checkpoint",
         "tensor-parallel-size": "use --rollout-num-gpus-per-engine",

@@ -116,6 +116,16 @@ def balanced_packs(config: Config) -> Iterator[Violation]:
         )
 
 
+def colocated_nodes(config: Config) -> Iterator[Violation]:
+    """No rule: the nodes of flags may lie on one of the cluster, and CPUs that take turns share no device."""
+    nodes, transport = config.cluster.actor_num_nodes, config.engine.update_weight_transport
+    if config.has_engines and config.cluster.colocate and known(nodes) and nodes > 1 and transport != "disk":
+        yield Violation(
+            f"--colocate with --actor-num-nodes {nodes}: where they are several nodes with GPUs, the run ends once it "
+            "has its slots, unless --update-weight-transport disk brings the weights to the engines"
+        )
+
+
 def never_saved(config: Config) -> Iterator[Violation]:
     if config.checkpoint.save is None and not (config.ops.debug_rollout_only or config.ops.debug_train_only):
         yield Violation("without --save nothing of the trained model is kept")
@@ -138,6 +148,7 @@ WARNINGS = (
     without_effect,
     router_balance,
     balanced_packs,
+    colocated_nodes,
     never_saved,
     sequence_parallel_advised,
 )

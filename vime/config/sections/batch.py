@@ -27,7 +27,11 @@ class Batch:
     balance_data: bool = flag(False, help="Spread samples over the ranks so that each has about as many tokens.")
     calculate_per_token_loss: bool = flag(False, help="Weigh every token alike instead of every sample.")
     train_memory_margin_bytes: int = flag(1 << 30, help="Memory to leave free on a device while training.")
-    qkv_format: Literal["thd"] = flag("thd", help="Accepted for old command lines: samples are always packed.")
+    qkv_format: Literal["thd"] = flag(
+        "thd",
+        instead={"bshd": "samples are always packed, which is thd"},
+        help="Accepted for old command lines: samples are always packed.",
+    )
     recompute_loss_function: bool = flag(
         False,
         help="Accepted for old command lines: logits are always computed once more where they would take much memory.",

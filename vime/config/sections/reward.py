@@ -25,12 +25,20 @@ def needs_label(rm_type: str) -> bool:
 class Reward:
     """Graders run in processes that can be killed; a deadline that passed is an error, never a 0."""
 
-    rm_type: str | None = flag(None, choices=RM_TYPES, help="The grader. A boxed_ prefix grades the last box only.")
+    rm_type: str | None = flag(
+        None,
+        choices=RM_TYPES,
+        instead={"random": "random rewards teach nothing; a function of your own comes by --custom-rm-path"},
+        help="The grader. A boxed_ prefix grades the last box only.",
+    )
     rm_url: str | None = flag(None, help="Address of the reward service of remote_rm.")
     reward_key: str | None = flag(None, help="Which value of a dict reward is trained on.")
     eval_reward_key: str | None = derived("reward-key", help="Which value of a dict reward is reported by evaluations.")
     group_rm: bool = flag(False, help="Grade a whole group at once: --custom-rm-path gets the list of its samples.")
-    rm_timeout_s: float = flag(10.0, help="Deadline of grading one answer, in seconds.")
+    rm_timeout_s: float = flag(
+        10.0,
+        help="Deadline of grading one answer, in seconds; with remote_rm that of one try, 120 where it is not given.",
+    )
     rm_code_score: Literal["all", "fraction"] = flag(
         "all", help="What the grader code gives: 1 where all tests pass, or the fraction that does."
     )
