@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO for Qwen3-4B on one node with 8 GPUs, which trainer and engines share. Further flags are passed on and win.
 #   ROOT=/data bash scripts/run-qwen3-4B.sh --num-rollout 100
-# ROOT holds Qwen3-4B, Qwen3-4B_torch_dist, dapo-math-17k and aime-2024.
+# It has not been run yet. ROOT holds Qwen3-4B, Qwen3-4B_torch_dist, dapo-math-17k and aime-2024.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
