@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from vime.weights.broadcast import GRACE_S, Receiver, Sender, WrongBytes, bucket_bytes, moved, pack
 from vime.weights.checksum import checksum
-from vime.weights.collective import Transmission
+from vime.weights.collective import Collective, TransferTimeout, Transmission
 from vime.weights.invitation import Invitation, SendReport
 from vime.weights.lifeline import Lifeline, PeerLost
 from vime.weights.plan import PlanMismatch, WeightPlan
@@ -404,6 +404,72 @@ def test_a_member_that_dies_before_the_group_is_made_is_named_at_once() -> None:
             joining.result()
         assert "the trainer failed: rank 2 is gone" in str(other.exception())
         assert time.monotonic() - begin < 5
+
+
+class Unconnected:
+    """Makes members of groups as NCCL's: whoever begins the first operation waits in it until all others have come."""
+
+    def __init__(self) -> None:
+        self.all_came = threading.Event()
+        self.aborts: list[Unconnected] = []
+
+    def broadcast(self, *_: object) -> object:
+        self.all_came.wait(300)
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+    def abort(self) -> None:
+        self.aborts.append(self)
+
+    def member(self) -> type[Collective]:
+        group = self
+
+        class Member(Collective):
+            def __init__(self, *_: object, **__: object) -> None:
+                self._group, self._store, self._under_way = group, None, []
+
+        return Member
+
+
+@pytest.fixture
+def unconnected() -> Iterator[Unconnected]:
+    made = Unconnected()
+    yield made
+    made.all_came.set()
+
+
+def test_a_member_that_dies_before_the_group_is_connected_is_named_at_once(
+    unconnected: Unconnected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vime.weights.broadcast.Collective", unconnected.member())
+    sender = Sender("127.0.0.1", 2, timeout_s=120.0)
+    invitation = sender.invitation
+    threads = ThreadPoolExecutor()
+    joining = threads.submit(sender.join)
+    doomed = Lifeline.to(invitation.address, invitation.port, "the trainer", timeout_s=5)
+    doomed.send(rank=2, secret=invitation.secret, name="rank 2")
+    other = threads.submit(Receiver, invitation, 1, "rank 1")
+    doomed.receive(timeout_s=60)
+    doomed.close()
+    try:
+        with pytest.raises(PeerLost, match="rank 2 is gone"):
+            joining.result(60)
+        assert "the trainer failed: rank 2 is gone" in str(other.exception(60))
+        assert len(unconnected.aborts) == 2, "both have left"
+    finally:
+        unconnected.all_came.set()
+        threads.shutdown()
+
+
+def test_a_group_that_is_not_connected_in_time_is_given_up(unconnected: Unconnected) -> None:
+    member = unconnected.member()(None, 0, 2, address="127.0.0.1", timeout_s=1.0)
+    with pytest.raises(TransferTimeout, match=r"the greeting: not there after 0\.05 s"):
+        member.first_broadcast(torch.zeros(1), "the greeting", timeout_s=0.05, check=lambda: None)
+    member.abandon()
+    unconnected.all_came.set()
+    deadline = time.monotonic() + 60
+    while len(unconnected.aborts) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(unconnected.aborts) == 2, "what was connected too late is ended too"
 
 
 def test_a_known_secret_does_not_make_up_for_a_rank_that_is_none() -> None:

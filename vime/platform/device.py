@@ -60,6 +60,11 @@ class Platform:
             torch.cuda.set_device(local_rank % torch.cuda.device_count())
         return self.device()
 
+    def enter(self, device: torch.device) -> None:
+        """Has this thread use the process's device: every thread begins with the machine's first one."""
+        if self.name == "cuda":
+            torch.cuda.set_device(device)
+
     def synchronize(self) -> None:
         """Waits until the device has done what was queued, so that a clock read afterwards is right.
 

@@ -73,6 +73,7 @@ class Sender:
 
         Raises:
             PeerLost: one did not come in time, or failed.
+            TransferTimeout: the group was not connected in time, or carried nothing.
             WrongBytes: the group carries other bytes than those that were sent.
         """
         invitation = self.invitation
@@ -143,7 +144,8 @@ class Sender:
         """Makes the connections before anything waits for them, and finds a group that carries nothing."""
         greeting = torch.randint(256, (GREETING_BYTES,), dtype=torch.uint8).to(empty_bytes(0).device)
         timeout_s = self.invitation.timeout_s
-        collective.broadcast(greeting, "the greeting").wait(timeout_s=timeout_s, check=self._check)
+        greeted = collective.first_broadcast(greeting, "the greeting", timeout_s=timeout_s, check=self._check)
+        greeted.wait(timeout_s=timeout_s, check=self._check)
         said = int(checksum(greeting))
         for rank, answer in self._hear_all().items():
             if answer.get("heard") != said:
@@ -320,7 +322,13 @@ class Receiver:
                 timeout_s=2 * PATIENCE * invitation.timeout_s,
                 check=lifeline.check,
             )
-        heard = self._arrived(self._collective.broadcast(empty_bytes(GREETING_BYTES), "the greeting"))
+            greeted = self._collective.first_broadcast(
+                empty_bytes(GREETING_BYTES),
+                "the greeting",
+                timeout_s=PATIENCE * invitation.timeout_s,
+                check=lifeline.check,
+            )
+        heard = self._arrived(greeted)
         lifeline.send(heard=int(checksum(heard)))
 
     def receive(self, plan: WeightPlan, max_bytes: int) -> Iterator[tuple[tuple[TensorSpec, ...], Tensor]]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from torch import Tensor
 from vime.platform import current
 
 __all__ = ["Collective", "TransferFailed", "TransferTimeout", "Transmission"]
+
+T = TypeVar("T")
 
 POLL_S = 2e-4
 CHECK_S = 0.05  # how often a waiting process looks whether the others still live
@@ -109,24 +111,37 @@ class Collective:
         cls, store: Any, rank: int, size: int, *, address: str, timeout_s: float, check: Callable[[], None]
     ) -> Collective:
         """Makes a member. Gloo waits for all others meanwhile, and ``check`` may end the waiting by raising."""
-        if current().name != "cpu":  # NCCL waits for nobody before the first operation
+
+        def make() -> Collective:
             return cls(store, rank, size, address=address, timeout_s=timeout_s)
-        made: Future[Collective] = Future()
 
-        def make() -> None:
-            try:
-                made.set_result(cls(store, rank, size, address=address, timeout_s=timeout_s))
-            except BaseException as error:
-                made.set_exception(error)
+        if current().name != "cpu":  # NCCL waits for nobody before the first operation
+            return make()
+        return _awaited(make, "the group", timeout_s=timeout_s, check=check, late=lambda made: made.abandon())
 
-        threading.Thread(target=make, daemon=True, name="vime-meeting-group").start()
-        try:
-            while not wait([made], CHECK_S).done:
-                check()
-        except BaseException:
-            made.add_done_callback(lambda late: None if late.exception() else late.result().abandon())
-            raise
-        return made.result()
+    def first_broadcast(self, data: Tensor, what: str, *, timeout_s: float, check: Callable[[], None]) -> Transmission:
+        """``broadcast`` as the first operation of all, in which NCCL makes the connections.
+
+        It waits there for all others, for ever and without looking at anything. If the waiting ends before, whoever
+        has the group must leave it.
+
+        Args:
+            check: called now and then; what it raises ends the waiting.
+
+        Raises:
+            TransferTimeout: not all came within ``timeout_s``.
+            TransferFailed: the operation failed.
+        """
+        group = self._group
+        # another thread has another stream, which would not wait for what this one's has yet to do with the memory
+        current().synchronize()
+        return _awaited(
+            lambda: self.broadcast(data, what),
+            what,
+            timeout_s=timeout_s,
+            check=check,
+            late=lambda _: group.abort(),  # once more: there was no connection to end the first time
+        )
 
     def broadcast(self, data: Tensor, what: str) -> Transmission:
         """Sends ``data`` (rank 0) or fills it (the others), without waiting. Raises TransferFailed."""
@@ -160,6 +175,37 @@ class Collective:
         thread = threading.Thread(target=dispose, daemon=True, name="vime-abandoned-group")
         _abandoned.add(thread)
         thread.start()
+
+
+def _awaited(
+    work: Callable[[], T], what: str, *, timeout_s: float, check: Callable[[], None], late: Callable[[T], None]
+) -> T:
+    """Does what waits for others in a thread, which is left alone when ``check`` raises or the time is up.
+
+    Args:
+        late: told what came of it when nobody waits any more.
+    """
+    done: Future[T] = Future()
+    device = current().device()
+
+    def do() -> None:
+        try:
+            current().enter(device)
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=do, daemon=True, name="vime-meeting-group").start()
+    deadline = time.monotonic() + timeout_s
+    try:
+        while not wait([done], CHECK_S).done:
+            check()
+            if time.monotonic() > deadline:
+                raise TransferTimeout(f"{what}: not there after {timeout_s:g} s")
+    except BaseException:
+        done.add_done_callback(lambda done: None if done.exception() else late(done.result()))
+        raise
+    return done.result()
 
 
 @atexit.register
