@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -32,12 +33,15 @@ def run_measure(entry: Entry, folder: Path) -> dict[str, Any]:
 
 
 def run_command(command: list[str], log: Path, timeout_s: float) -> dict[str, Any]:
-    """The JSON objects that a command prints, taken together, or {"error": why there are none}."""
+    """The JSON objects that a command prints, taken together, or {"error": why there are none}.
+
+    One that ends badly, or not in time, leaves what it had printed until then beside the error, as "printed".
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     try:
         return _run(command, log, timeout_s)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not finished within {timeout_s:g} s; {_last_words(log)}"}
+    except subprocess.TimeoutExpired as late:
+        return {"error": f"not finished within {timeout_s:g} s; {_last_words(log)}"} | _printed(late.output)
     finally:
         end_children()
 
@@ -48,7 +52,7 @@ def _run(command: list[str], log: Path, timeout_s: float) -> dict[str, Any]:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, start_new_session=True)
         output, _ = child.communicate(timeout=timeout_s)
     if child.returncode != 0:
-        return {"error": f"ended with status {child.returncode}; {_last_words(log)}"}
+        return {"error": f"ended with status {child.returncode}; {_last_words(log)}"} | _printed(output)
     try:
         return _objects(output.decode())
     except ValueError as error:
@@ -64,6 +68,18 @@ def _objects(text: str) -> dict[str, Any]:
         found |= one
         rest = rest[end:].lstrip()
     return found
+
+
+def _printed(output: bytes | None) -> dict[str, Any]:
+    """The whole objects at the start of what was printed; the last one may have been cut."""
+    found: dict[str, Any] = {}
+    rest = (output or b"").decode(errors="replace").strip()
+    with contextlib.suppress(ValueError):
+        while rest:
+            one, end = json.JSONDecoder().raw_decode(rest)
+            found |= one if isinstance(one, dict) else {}
+            rest = rest[end:].lstrip()
+    return {"printed": found} if found else {}
 
 
 def _last_words(log: Path) -> str:

@@ -211,7 +211,7 @@ PARTS: Mapping[str, Part] = {
         ),
     ),
     "colocated": Part(
-        words=("colocated", "--rollouts", "4"),
+        words=("colocated", "--rollouts", "3", "--vllm-kv-cache-memory-bytes", "50000000000"),
         timeout_s=660,
         rows=(
             Row(
@@ -300,12 +300,13 @@ def main() -> int:
         for name in names:
             begin = time.monotonic()
             results[name] = measured(name, gpus, folder)
-            if "not_measured" not in results[name]:
-                print(f"{name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+            if "not_measured" not in results[name]:  # should a later one never end, this one is known
+                told = f"{name}: {time.monotonic() - begin:.0f} s {json.dumps(results[name])}"
+                print(told, file=sys.stderr, flush=True)
     rows = lines(results)
     print("\n".join(table(rows)), file=sys.stderr)
-    told = {"command": " ".join(["python", "-m", "bench.h200", *sys.argv[1:]]), **machine()}
-    print(json.dumps(told | {"table": rows, "results": results}, indent=1))
+    head = {"command": " ".join(["python", "-m", "bench.h200", *sys.argv[1:]]), **machine()}
+    print(json.dumps(head | {"table": rows, "results": results}, indent=1))
     return int(any("error" in result for result in results.values()))
 
 

@@ -6,20 +6,23 @@ log-probs nor training.
     python -m bench.h200.colocated --tiny --rollouts 2      # any machine: a model of two layers, to see that it runs
 
 ``python train.py --colocate`` runs in a process of its own, each rollout 32 prompts of 256 tokens with 8 answers of
-1,024 tokens; further flags of vime may follow. Printed is one JSON object: of each rollout the seconds of its phases,
+1,024 tokens; further flags of vime may follow. Printed is a JSON object: of each rollout the seconds of its phases,
 the share of the step outside generation, log-probs and training, the seconds from pause to resume of its weight sync,
-and of all how long the start took.
+and of all how long the start took. It is printed anew after each rollout, with all of them so far: the last one counts,
+and a run that is cut has told what it knew.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,8 @@ from bench.h200.sync import TINY
 from vime.types import Sample
 
 PROMPTS, ANSWERS, PROMPT, RESPONSE = 32, 8, 256, 1024
+POLL_S, GRACE_S = 1.0, 60.0
+RUNNING = "still running"
 STEPS = ("pause", "start", "load", "finish", "reset", "resume")
 WORK = ("phase_time/generate", "actor_train_time", "actor_log_probs_time", "actor_ref_log_probs_time")
 
@@ -72,6 +77,31 @@ def describe(line: dict[str, float]) -> dict[str, float]:
     return times | {"share_outside": round(1 - work / perf["step_time"], 4), "pause_to_resume": round(paused, 4)}
 
 
+def rollouts_of(run: Path) -> list[dict[str, float]]:
+    """Those that are over; the last line of the metrics may still be being written."""
+    metrics = run / "metrics.jsonl"
+    whole = metrics.read_text().rpartition("\n")[0] if metrics.is_file() else ""
+    return [describe(line) for line in map(json.loads, whole.splitlines()) if "perf/step_time" in line]
+
+
+def follow(child: subprocess.Popen[bytes], run: Path, timeout_s: float, tell: Callable[[], None]) -> int | str:
+    """Waits for the end of a run, and tells of each rollout; what became of it. Ends it when its time is over."""
+    end, told = time.monotonic() + timeout_s, 0
+    while time.monotonic() < end:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.wait(POLL_S)
+        if len(rollouts_of(run)) > told:
+            told = len(rollouts_of(run))
+            tell()
+    child.terminate()
+    try:
+        child.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+    return f"ended after {timeout_s:g} s"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
@@ -86,23 +116,23 @@ def main() -> None:
         run = Path(scratch, "run")
         words = [*command(folder, run, tiny=ours.tiny, separate=ours.separate, rollouts=ours.rollouts), *flags]
         log, begin = Path(scratch, "out"), time.monotonic()
+
+        def tell(status: int | str) -> None:
+            found = {"status": status, "all_s": round(time.monotonic() - begin, 1), "rollouts": rollouts_of(run)}
+            print(json.dumps(found | last_words(status), indent=1), flush=True)
+
+        def last_words(status: int | str) -> dict[str, str]:
+            if status in (0, RUNNING):
+                return {}
+            engine = run / "logs" / "engine_0.log"
+            return {
+                "output": log.read_text(errors="replace")[-3000:],
+                "engine": engine.read_text(errors="replace")[-1500:] if engine.is_file() else "",
+            }
+
         with log.open("wb") as output:
             child = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=dict(os.environ))
-            try:
-                status: int | str = child.wait(ours.timeout)
-            except subprocess.TimeoutExpired:
-                child.terminate()
-                child.wait(60)
-                status = f"ended after {ours.timeout:g} s"
-        metrics = run / "metrics.jsonl"
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
-        rollouts = [describe(line) for line in lines if "perf/step_time" in line]
-        found: dict[str, Any] = {"status": status, "all_s": round(time.monotonic() - begin, 1), "rollouts": rollouts}
-        if status != 0:
-            found["output"] = log.read_text(errors="replace")[-3000:]
-            engine = run / "logs" / "engine_0.log"
-            found["engine"] = engine.read_text(errors="replace")[-1500:] if engine.is_file() else ""
-        print(json.dumps(found, indent=1), flush=True)
+            tell(follow(child, run, ours.timeout, lambda: tell(RUNNING)))
 
 
 if __name__ == "__main__":

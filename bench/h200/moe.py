@@ -267,7 +267,8 @@ def main() -> int:
             log = (given.folder or Path(temporary)) / f"{name.replace(', ', '-')}.log"
             begin = time.monotonic()
             results[name] = run_command(command, log, 170 if name == "micro" else PARTS[name].timeout_s)
-            print(f"{name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+            told = f"{name}: {time.monotonic() - begin:.0f} s {json.dumps(results[name])}"
+            print(told, file=sys.stderr, flush=True)  # should a later one never end
     if given.micro and "error" not in results["micro"]:
         print("\n".join(micro_table(results["micro"])), file=sys.stderr)
     else:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from bench.h200 import colocated
 from bench.h200.__main__ import PARTS, lines, measured, table
 from bench.h200.rollout import ratios
 from bench.runner import run_command
@@ -80,6 +84,36 @@ def test_every_part_is_a_module() -> None:
 def test_the_objects_that_a_command_prints_are_taken_together(tmp_path: Path) -> None:
     command = [sys.executable, "-c", 'print(\'{"a": 1}\\n{\\n "b": 2}\')']
     assert run_command(command, tmp_path / "log", 30) == {"a": 1, "b": 2}
+
+
+def test_the_steps_of_the_table_are_those_that_were_kept() -> None:
+    words = ["python", "-m", f"bench.h200.{PARTS['colocated'].words[0]}", *PARTS["colocated"].words[1:]]
+    assert kept("h200_colocated.json")["runs"][0]["command"] == " ".join(words)
+
+
+@pytest.mark.parametrize(("end", "error"), [("exit 3", "ended with status 3"), ("sleep 600", "not finished within")])
+def test_a_command_that_is_cut_leaves_what_it_told(end: str, error: str, tmp_path: Path) -> None:
+    told = """echo '{"rollouts": [1]}'; echo '{"rollouts": [1, 2]}'; printf '{"rollo'; """
+    result = run_command(["sh", "-c", told + end], tmp_path / "log", 10)
+    assert result["error"].startswith(error)
+    assert result["printed"] == {"rollouts": [1, 2]}
+
+
+def test_rollouts_are_told_of_before_their_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is a program that only sleeps, and its record is there already."""
+    monkeypatch.setattr(colocated, "POLL_S", 0.05)
+    (tmp_path / "metrics.jsonl").write_text('{"perf/step_time": 4.0, "perf/actor_train_time": 3.0}\n{"perf/step_')
+    known: list[int] = []
+    child = subprocess.Popen(["sleep", "600"])
+    status = colocated.follow(child, tmp_path, 2.0, lambda: known.append(len(colocated.rollouts_of(tmp_path))))
+    assert known == [1]
+    assert status == "ended after 2 s"
+    assert child.poll() is not None
+    assert colocated.rollouts_of(tmp_path)[0]["share_outside"] == 0.25
+
+
+def test_the_end_of_a_run_is_its_status(tmp_path: Path) -> None:
+    assert colocated.follow(subprocess.Popen(["false"]), tmp_path, 60.0, lambda: None) == 1
 
 
 def test_a_ratio_needs_both_sides() -> None:

@@ -3,8 +3,9 @@
     pytest tests/gpu -m "not two_gpus"
     pytest tests/gpu -m two_gpus
 
-Where there are too few GPUs a test says so and is skipped. With ``VIME_GPU_TESTS_ON_CPU=1`` what a CPU can do as well
-runs there: the same code over gloo and shared memory, to see on a machine without GPUs that a test works.
+``README.md`` says in which order, and how long it takes. Where there are too few GPUs a test says so and is skipped.
+With ``VIME_GPU_TESTS_ON_CPU=1`` what a CPU can do as well runs there: the same code over gloo and shared memory, to
+see on a machine without GPUs that a test works.
 """
 
 from __future__ import annotations
