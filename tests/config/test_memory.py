@@ -114,6 +114,22 @@ def test_an_engine_that_cannot_fit_is_refused_with_the_numbers(config: Callable[
     )
 
 
+def test_a_trainer_that_sends_weights_has_room_for_two_buckets(config: Callable[..., Config]) -> None:
+    """The largest tensor, the embedding of 151936 x 2560, is larger than the 512 MiB of a bucket: 0.72 GiB, twice."""
+    assert told(config(), gpu=int(68.5 * GIB)) == (
+        "to send weights the first training rank needs 1.4 GiB beside its 67.4 GiB (weights 7.5, gradients 15.0, "
+        "optimizer 45.0); a GPU has 68.5: use more slots with a larger --tensor-model-parallel-size, or a smaller "
+        "--update-weight-buffer-size where no tensor is larger"
+    )
+    assert told(config("--update-weight-buffer-size", str(2**30)), gpu=69 * 2**30).startswith(
+        "to send weights the first"
+    )
+    assert told(config(), gpu=69 * 2**30) == ""
+    disk = ("--update-weight-transport", "disk", "--update-weight-disk-dir", "/tmp/weights")
+    for elsewhere in (("--colocate",), disk):
+        assert "to send weights" not in told(config(*elsewhere), gpu=int(68.5 * GIB))
+
+
 def test_without_offloading_trainer_and_engine_must_fit_together(config: Callable[..., Config]) -> None:
     flags = ["--colocate", "--no-offload-train", "--vllm-gpu-memory-utilization", "0.6"]
     assert told(config(*flags)).startswith("--colocate without both offloads: a training rank needs at least 67.4 GiB")

@@ -144,7 +144,9 @@ def shortage(config: Config, shape: ModelShape, *, gpu_bytes: int | None, host_b
     """
     trainer, engine = needs(config, shape)
     if gpu_bytes is not None:
-        told = _shortage_of_gpus(config, trainer, engine, gpu_bytes)
+        told = _shortage_of_gpus(config, trainer, engine, gpu_bytes) or _shortage_of_sender(
+            config, shape, trainer, gpu_bytes
+        )
         return told or _shortage_beside_gpus(config, shape, host_bytes)
     needed, told = on_one_machine(config, trainer, engine)
     if host_bytes is None or needed <= host_bytes:
@@ -276,6 +278,24 @@ def _shortage_of_gpus(config: Config, trainer: TrainerMemory, engine: float, gpu
             + _what_leaves_room(config, engine, trainer.weights, gpu_bytes)
         )
     return None
+
+
+def _shortage_of_sender(config: Config, shape: ModelShape, trainer: TrainerMemory, gpu_bytes: int) -> str | None:
+    """What the first rank lacks to send weights over a process group, as to engines on GPUs of their own."""
+    cluster, engine = config.cluster, config.engine
+    if cluster.colocate or not cluster.num_engines or engine.update_weight_transport not in ("auto", "nccl"):
+        return None
+    itemsize = 4 if config.parallel.fp32 else 2
+    sizes = [itemsize * math.prod(tensor.shape) for rule in _rules(shape) for tensor in rule.hf]
+    bucket = max(*sizes, min(engine.update_weight_buffer_size, sum(sizes)))
+    buckets = min(2 * bucket, sum(sizes))  # one is packed while the other is sent
+    if trainer.total + buckets <= gpu_bytes:
+        return None
+    return (
+        f"to send weights the first training rank needs {buckets / GIB:.1f} GiB beside its {trainer}; a GPU has "
+        f"{gpu_bytes / GIB:.1f}: use more slots with a larger --tensor-model-parallel-size, or a smaller "
+        "--update-weight-buffer-size where no tensor is larger"
+    )
 
 
 def _what_leaves_room(config: Config, engine: float, weights: float, gpu_bytes: int) -> str:
