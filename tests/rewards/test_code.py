@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from vime.rewards import GraderProcessPool, registry
+from vime.rewards import GraderProcessPool, code, registry
 from vime.rewards.code import DEADLINE_VARIABLE, SANDBOX_VARIABLE, SCORE_VARIABLE, check_sandbox, grade, last_block
-from vime.sandbox import SandboxError
+from vime.sandbox import Outcome, Result, SandboxError
 from vime.types import GradeStatus
 
 ADD = "def add(a, b):\n    return a + b"
@@ -81,21 +81,57 @@ def test_a_program_that_hangs_fails_within_its_time_and_so_do_the_tests_that_are
 
 
 def test_with_fractions_a_program_that_hangs_fails_what_the_deadline_leaves_undone(monkeypatch):
-    monkeypatch.setenv(DEADLINE_VARIABLE, "6")
+    monkeypatch.setenv(DEADLINE_VARIABLE, "12")
     tests = {"inputs": ["1 2"] + ["9 9"] * 50, "outputs": ["3"] + ["18"] * 50}
     hangs_later = "a, b = map(int, input().split())\nwhile a == 9: pass\nprint(a + b)"
     start = time.monotonic()
     grade = graded(hangs_later, tests, time_limit_s=1, code_score="fraction")
     assert grade.score == pytest.approx(1 / 51)
-    assert time.monotonic() - start < 12  # 50 tests of a second, were they all run
+    assert time.monotonic() - start < 30  # 50 tests of a second, were they all run
 
 
 def test_more_tests_than_the_deadline_allows_are_an_error_not_a_0(monkeypatch):
     monkeypatch.setenv(DEADLINE_VARIABLE, "3")
-    tests = {"inputs": ["1 2"] * 100, "outputs": ["3"] * 100}
-    grade = graded(SUM + "\nimport time; time.sleep(0.4)", tests, time_limit_s=0.5)
+    tests = {"inputs": ["1 2"] * 1000, "outputs": ["3"] * 1000}
+    grade = graded(SUM, tests, time_limit_s=1.0)
     assert grade.status is GradeStatus.ERROR
-    assert "of 100 tests fit into the deadline of 3 s (--rm-timeout-s)" in grade.detail
+    assert "of 1000 tests fit into the deadline of 3 s (--rm-timeout-s)" in grade.detail
+
+
+def test_a_test_that_the_deadline_gives_less_time_than_it_has_is_an_error_where_the_program_needs_it(monkeypatch):
+    """It has 3 s by the clock, for 1 s of processor time, and only 85 % of the deadline is there for tests."""
+    monkeypatch.setenv(DEADLINE_VARIABLE, "3")
+    grade = graded(SUM + "\nimport time; time.sleep(2.8)", {"inputs": ["1 2"], "outputs": ["3"]}, time_limit_s=1.0)
+    assert grade.status is GradeStatus.ERROR
+    assert "only 0 of 1 tests fit into the deadline of 3 s" in grade.detail
+
+
+class Hangs:
+    """Stands in for a sandbox whose programs use up one limit after the other."""
+
+    def __init__(self, *limits):
+        self.limits = iter(limits)
+
+    async def run(self, files, command, stdin, limits):
+        return Result(stdout="", stderr="", status=Outcome.TIMEOUT, seconds=getattr(limits, next(self.limits)))
+
+
+@pytest.mark.parametrize(
+    ("used_up", "status", "detail"),
+    [
+        (["cpu_s"], GradeStatus.SCORED, "0 of 1 passed; timeout"),
+        (["cpu_s", "wall_s", "wall_s"], GradeStatus.SCORED, "0 of 3 passed; timeout"),
+        (["wall_s", "cpu_s"], GradeStatus.ERROR, "only 0 of 2 tests fit"),
+    ],
+)
+def test_a_program_that_hung_has_failed_what_the_deadline_leaves_no_time_for(monkeypatch, used_up, status, detail):
+    """Of 3 s by the clock, which a test has for 1 s of processor time, the deadline leaves less to each."""
+    monkeypatch.setenv(DEADLINE_VARIABLE, "3")
+    monkeypatch.setattr(code, "_sandbox", lambda *_, **__: Hangs(*used_up))
+    tests = {"inputs": ["1"] * len(used_up), "outputs": ["1"] * len(used_up)}
+    grade = graded(SUM, tests, time_limit_s=1, code_score="fraction")
+    assert (grade.score or 0.0, grade.status) == (0.0, status)
+    assert detail in grade.detail
 
 
 @pytest.mark.parametrize("end", ["\n```", "\n  ```  ", "\n```\n", "\n```<|im_end|>", "\n```</s>\n"])

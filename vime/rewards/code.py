@@ -25,7 +25,7 @@ from vime.metadata import multi_turn_of
 from vime.rewards.code_tests import BadTests, Check, Test, how_it_ended, tests_of
 from vime.rewards.extract import after_thinking
 from vime.rewards.wire import DEADLINE_VARIABLE
-from vime.sandbox import TOKEN_VARIABLE, Limits, LocalSandbox, Outcome, RemoteSandbox, Sandbox, SandboxError
+from vime.sandbox import TOKEN_VARIABLE, Limits, LocalSandbox, Outcome, RemoteSandbox, Result, Sandbox, SandboxError
 from vime.types import Grade, GradeStatus
 
 SCORES = ("all", "fraction")
@@ -118,6 +118,12 @@ class _Terms:
         cpu_s = tests * self.time_limit_s
         return Limits(wall_s=min(_WALL_FACTOR * cpu_s, left_s), cpu_s=cpu_s, memory_bytes=self.memory_bytes)
 
+    def was_cut_short(self, result: Result, limits: Limits) -> bool:
+        """Whether it was our deadline that ended the program, before the time that one test has was over. (A program
+        that used up its processor time ended before the wall-clock limit that it was given.)"""
+        whole_s = _WALL_FACTOR * self.time_limit_s
+        return result.status is Outcome.TIMEOUT and limits.wall_s < whole_s and result.seconds >= limits.wall_s
+
 
 async def _run(program: str, tests: Sequence[Test], terms: _Terms, start: float) -> Grade:
     """Runs one test after the other, as long as they matter and the deadline lets us."""
@@ -128,15 +134,17 @@ async def _run(program: str, tests: Sequence[Test], terms: _Terms, start: float)
     sandbox = _sandbox(os.environ.get(SANDBOX_VARIABLE, "auto"), waiting_s=_WAITING * deadline_s)
     try:
         for number, test in enumerate(tests):
-            left_s = end - time.monotonic()
-            if left_s < terms.time_limit_s and not _was_slow(failures):
+            left_s, result = end - time.monotonic(), None
+            if left_s >= terms.time_limit_s:
+                limits = terms.limits(test.count, left_s)
+                result = await test.run(program, sandbox, limits)
+            if result is None or terms.was_cut_short(result, limits):
+                if _was_slow(failures):
+                    break
                 return Grade.error(
                     f"only {number} of {len(tests)} tests fit into the deadline of {deadline_s:g} s "
                     f"(--rm-timeout-s), with {terms.time_limit_s:g} s for each (time_limit_s)"
                 )
-            if left_s < terms.time_limit_s:
-                break
-            result = await test.run(program, sandbox, terms.limits(test.count, left_s))
             failure = test.failure(result)
             if failure is None:
                 passed += 1
