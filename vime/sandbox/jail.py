@@ -339,6 +339,8 @@ class _Watcher:
                 look = seen + max(_POLL_S, (seen - now) / _POLL_SHARE)
         seconds = time.monotonic() - start
         self._kill_all(child)
+        if not killed and not self.namespaces and self._disk_is_full():  # what it did since the last look
+            killed = "disk"
         # Nobody is left who would clean up. That may be so even if our parent is still the same: the kernel tells us of
         # its end when the first of its threads ends.
         if killed == "stopped" or os.getppid() != self.spec["parent"]:

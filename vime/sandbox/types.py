@@ -18,7 +18,8 @@ class SandboxError(RuntimeError):
 
 
 class Outcome(enum.Enum):
-    """How a command ended; all but EXITED mean that it was killed, with everything that it had started."""
+    """How a command ended; all but EXITED mean that it was killed, with everything that it had started (DISK: or
+    that it ended before somebody saw what it had written)."""
 
     EXITED = "exited"  # by itself or by a signal: see exit_code
     TIMEOUT = "timeout"  # wall-clock or CPU time was used up
