@@ -6,6 +6,12 @@ import gc
 import os
 from pathlib import Path
 
+from hypothesis import settings
+
+# Hypothesis draws the same examples in every run, and a busy machine is no failure.
+settings.register_profile("vime", deadline=None, derandomize=True)
+settings.load_profile("vime")
+
 if not Path("/dev/nvidiactl").exists():
     # Without a GPU the tests run Triton's kernels in its interpreter. Triton reads this when it is imported, which
     # several packages do on their way.

@@ -10,6 +10,13 @@ import pytest
 from tests.tiny import make_model
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs on a busy machine; each wait has a deadline of its own."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.fixture(scope="session")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A float32 run of one optimizer step a rollout, without --save and --num-rollout."""

@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from tests.processes import command_of, is_alive
+
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 240
 MAPS_PERIOD_S = 1.0
@@ -148,21 +150,6 @@ def has_signal(samples: list[dict[str, Any]]) -> bool:
         if sample["reward"] is not None:
             rewards.setdefault(sample["group_index"], set()).add(sample["reward"])
     return any(len(found) > 1 for found in rewards.values())
-
-
-def command_of(process: psutil.Process) -> str:
-    """Empty of a process that is gone."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def shared_memory() -> set[str]:

@@ -14,8 +14,9 @@ import psutil
 import pytest
 import ray
 
-from tests.e2e.harness import Run, is_alive
+from tests.e2e.harness import Run
 from tests.e2e.test_runs import train_rows
+from tests.processes import is_alive
 from vime.platform.sockets import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -10,6 +10,7 @@ import sys
 import psutil
 import pytest
 
+from tests.processes import children_with
 from vime.rewards import GraderProcessPool
 from vime.types import GradeStatus
 
@@ -25,7 +26,7 @@ async def running(workers=1, deadline_s=1.0, module="tests.rewards.bad_worker", 
 
 
 def grader_processes():
-    return [child for child in psutil.Process().children() if "rewards" in " ".join(child.cmdline())]
+    return children_with("rewards")
 
 
 @pytest.mark.parametrize("how", ["hang", "spin"])
@@ -163,6 +164,7 @@ async def test_a_process_that_cannot_start_says_why():
 
 PARENT = """
 import asyncio
+from tests.processes import children_with
 from vime.rewards import GraderProcessPool
 async def main():
     pool = GraderProcessPool(1, 600.0, worker_module="tests.rewards.bad_worker")

@@ -41,13 +41,17 @@ async def test_a_checkpoint_in_the_middle_of_a_rollout_knows_what_was_dropped_by
         await asyncio.sleep(0 if group[0].group_index < 2 else 60)
         return group
 
+    judged = asyncio.Event()
+
     def judge(group):
+        if group[0].group_index == 1:
+            judged.set()
         return Kept(keep=group[0].group_index != 1, reason="second")
 
     source = FakeSource()
     sampler = Sampler(source, run, batch_size=3, judge=judge)
     collecting = asyncio.ensure_future(sampler.collect(0, 3))
-    await asyncio.sleep(0.01)
+    await judged.wait()
     state = sampler.state_dict()
     collecting.cancel()
     await asyncio.gather(collecting, return_exceptions=True)

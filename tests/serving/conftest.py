@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.tiny import make_model
 from vime.serving.client import RouterClient
 from vime.serving.control import EngineControl
 from vime.serving.engine import EngineServer, EngineSpec
+from vime.serving.health import Progress
 from vime.serving.router import RouterServer
 from vime.types import Generation, SamplingParams
 from vime.weights.plan import WeightPlan
@@ -31,6 +33,14 @@ PROMPT = [5, 6, 7, 8, 9, 10]
 TOLERANCE = 1e-4  # nats; two float32 implementations of the same model differ by about 1e-6
 
 Weights = dict[str, torch.Tensor]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whichever test is the first to need an engine waits for its start."""
+    for item in items:
+        starts = {"tied_engine", "untied_engine"} & set(getattr(item, "fixturenames", ()))
+        if starts and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(600))
 
 
 @dataclass
@@ -179,6 +189,18 @@ async def generate_on(engine: EngineControl, prompt: Sequence[int], params: Samp
         return await client.generate(prompt, replace(params, seed=1), session_id="any")
     finally:
         await client.close()
+
+
+async def generating(url: str, requests: int = 1) -> None:
+    """Returns when so many requests have a token each. An API server of an engine knows of its own alone, and whoever
+    asks cannot choose between them: each look is a connection of its own, and what each server said last counts."""
+    running: dict[int, Mapping[str, int]] = {}
+    async with asyncio.timeout(60):
+        while sum(tokens > 0 for each in running.values() for tokens in each.values()) < requests:
+            look = EngineControl(url)
+            now = Progress.of(await look.progress())
+            await look.close()
+            running[now.server] = now.running
 
 
 def largest_difference(generation: Generation, expected: torch.Tensor) -> float:

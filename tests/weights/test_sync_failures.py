@@ -28,6 +28,7 @@ class FakeEngine:
     hangs_at: str = ""
     dead: str | None = None
     calls: list[str] = field(default_factory=list)
+    hangs: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
@@ -36,6 +37,7 @@ class FakeEngine:
         async def call(*_arguments: object, timeout_s: float = 1.0) -> None:
             self.calls.append(name)
             if name == self.hangs_at:
+                self.hangs.set()
                 await asyncio.sleep(3600)
             if name == self.fails_at:
                 raise EngineError(f"{self.url} answered {name} with 500: no")
@@ -100,9 +102,10 @@ async def test_an_engine_that_fails_later_is_marked_dead_and_its_requests_are_en
     assert bad.dead is not None
 
 
-async def cancelled(*engines: FakeEngine) -> None:
-    task = asyncio.create_task(sync(*engines))
-    await asyncio.sleep(0.01)
+async def cancelled(slow: FakeEngine, *others: FakeEngine) -> None:
+    """A sync that is cancelled where ``slow`` hangs."""
+    task = asyncio.create_task(sync(slow, *others))
+    await slow.hangs.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
