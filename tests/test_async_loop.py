@@ -10,6 +10,7 @@ import pytest
 
 from tests.rollout.fakes import FakeGenerator, FakeSource
 from tests.rollout.test_manager import make
+from tests.rollout.worlds import on_virtual_clock
 from vime import async_loop, loop
 from vime.loop import Schedule
 from vime.rollout.sampling import Collected, InFlight
@@ -118,12 +119,15 @@ class Slow(World):
     ("max_staleness", "asked"),
     [(0, [0, 0, 0]), (1, [12, 12, 0])],
 )
-async def test_how_far_it_runs_ahead_is_the_bound_of_staleness(max_staleness, asked):
-    generator = FakeGenerator()
-    manager = bounded(generator, max_staleness, concurrency=12)
-    slow = Slow(generator, 0.1)
-    said = await run(async_loop.train, Schedule(start=0, stop=3), rollouts=manager, actor=slow, weights=slow)
-    assert said == [] and slow.asked_while_training == asked
+def test_how_far_it_runs_ahead_is_the_bound_of_staleness(max_staleness, asked):
+    async def main() -> None:
+        generator = FakeGenerator()
+        manager = bounded(generator, max_staleness, concurrency=12)
+        slow = Slow(generator, 0.1)
+        said = await run(async_loop.train, Schedule(start=0, stop=3), rollouts=manager, actor=slow, weights=slow)
+        assert said == [] and slow.asked_while_training == asked
+
+    on_virtual_clock(main)
 
 
 async def test_without_staleness_it_makes_the_numbers_of_the_synchronous_loop():
@@ -172,17 +176,20 @@ async def test_a_rollout_that_failed_early_does_not_cost_the_checkpoint_of_the_o
         await manager.generate(1)
 
 
-async def test_a_version_that_nobody_asked_for_lets_groups_start_too():
-    manager = bounded(generator := FakeGenerator(), 1, continuous=True, batch_size=6)
-    manager.synced(1, 0)
-    await manager.generate(0)
-    manager.begin(1)
-    await asyncio.wait_for(manager._ahead, 5)
-    before = len(generator.requests)
-    manager.advanced(2, 1)
-    await asyncio.sleep(0.1)
-    assert len(generator.requests) == before + 12, "a rollout of 3 groups of 4"
-    await manager.close()
+def test_a_version_that_nobody_asked_for_lets_groups_start_too():
+    async def main() -> None:
+        manager = bounded(generator := FakeGenerator(), 1, continuous=True, batch_size=6)
+        manager.synced(1, 0)
+        await manager.generate(0)
+        manager.begin(1)
+        await asyncio.wait_for(manager._ahead, 5)
+        before = len(generator.requests)
+        manager.advanced(2, 1)
+        await asyncio.sleep(10)
+        assert len(generator.requests) == before + 12, "a rollout of 3 groups of 4"
+        await manager.close()
+
+    on_virtual_clock(main)
 
 
 async def test_a_rollout_that_nobody_asks_for_ends_with_the_manager():

@@ -36,7 +36,7 @@ def test_a_function_that_does_not_return_keeps_no_process_alive():
 
 async def test_a_rollout_function_has_a_deadline_and_is_named():
     def rollout(args, rollout_id, data_source, evaluation):
-        time.sleep(2)
+        time.sleep(30)
 
     hook = Hook(rollout, "--rollout-function-path", "mine:rollout")
     collect = custom_rollout(hook, None, FakeSource(), timeout_s=0.05)
@@ -44,4 +44,4 @@ async def test_a_rollout_function_has_a_deadline_and_is_named():
     message = "mine:rollout: did not return within --rollout-function-timeout-s 0.05, for rollout 4"
     with pytest.raises(HookError, match=message):
         await collect(3)
-    assert asyncio.get_running_loop().time() - begin < 1.5
+    assert asyncio.get_running_loop().time() - begin < 20

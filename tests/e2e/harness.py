@@ -136,7 +136,8 @@ class Run:
 
     def rows(self) -> list[dict[str, Any]]:
         path = self.save / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may still be written
 
     def samples(self, rollout_id: int) -> list[dict[str, Any]]:
         path = self.save / "samples" / f"rollout_{rollout_id:07d}.jsonl"

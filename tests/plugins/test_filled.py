@@ -90,9 +90,12 @@ def test_numbers_of_numpy_become_python_s_and_log_probs_may_be_rounded() -> None
 def test_long_samples_are_checked_without_a_look_at_each_token() -> None:
     count = 200_000
     sample = filled(tokens=[5] * (count + 1), response_length=count, rollout_log_probs=[-1.0] * count)
-    begin = time.perf_counter()
-    read(sample)
-    assert time.perf_counter() - begin < 0.5  # 0.02 s; with a look at each in Python 0.3 s
+    took_s = []
+    for _ in range(5):
+        begin = time.process_time()
+        read(sample)
+        took_s.append(time.process_time() - begin)
+    assert min(took_s) < 0.15  # 0.02 s; with a look at each in Python 0.3 s
 
 
 GROUPS = [[filled(index=0, group_index=0)], [filled(index=1, group_index=1)], [filled(index=2, group_index=0)]]

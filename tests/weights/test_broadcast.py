@@ -130,7 +130,10 @@ def test_a_bucket_is_packed_while_the_one_before_is_under_way(group: Callable[..
     def slow(receiver: Receiver, plan: WeightPlan) -> None:
         buckets = receiver.receive(plan, BUCKET)
         next(buckets)
-        time.sleep(0.5)
+        deadline = time.monotonic() + 20
+        while len(asked) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)  # in which it would ask for more
         seen.extend(asked)
         for _ in buckets:
             pass
@@ -220,7 +223,7 @@ def test_a_member_that_hangs_is_found_by_its_silence(
 def test_a_member_that_is_not_ready_ends_the_transmission_in_time(
     group: Callable[..., Group], weights: Weights, plan: WeightPlan
 ) -> None:
-    two = group(2, timeout_s=1.0)
+    two = group(2, timeout_s=3.0)
     future = two.threads.submit(leaving, two.receivers[0], plan)
     report = two.sender.send(plan, BUCKET, weights.items())
     assert report.failures.keys() == {2}
