@@ -21,6 +21,12 @@ async def rest(args: Any, sample: Sample, **_: Any) -> None:
     await asyncio.sleep(2.0)
 
 
+async def stop_at_the_fourth(args: Any, sample: Sample, *, rollout_id: int, **_: Any) -> None:
+    """Whoever waits for what a run has saved by then has all the time."""
+    if rollout_id >= 3:
+        await asyncio.sleep(3600)
+
+
 ONE_PROGRAM = 40  # the index of a sample, in the second rollout of 32
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import Run
+from tests.processes import command_of
 
 pytestmark = pytest.mark.timeout(900)  # whole runs on a busy machine; each wait has a deadline of its own
 
@@ -29,7 +30,9 @@ def test_a_killed_run_resumes_exactly_where_its_last_checkpoint_is(flags: list[s
     kl = ["--use-kl-loss", "--kl-loss-coef", "0.01", "--kl-loss-type", "k3", "--ref-load", reference]
     schedule = [*flags, *kl, "--num-rollout", "6", "--save-interval", "3"]
 
-    with Run(tmp_path / "whole", *schedule) as whole, Run(tmp_path / "killed", *schedule) as killed:
+    stops = ["--rollout-sample-hook", "tests.e2e.hooks:stop_at_the_fourth"]  # before it has saved another checkpoint
+
+    with Run(tmp_path / "whole", *schedule) as whole, Run(tmp_path / "killed", *schedule, *stops) as killed:
         saved = killed.save / "latest_checkpointed_iteration.txt"
         killed.wait_for(saved.exists, "the first checkpoint")
         killed.signal(signal.SIGKILL)
@@ -103,9 +106,7 @@ def test_ctrl_c_ends_everything(ends: Ends) -> None:
 def test_a_killed_engine_ends_the_run_with_the_cause_last(ends: Ends) -> None:
     run = ends.by_its_engine
     run.wait_for(lambda: len(run.rows()) >= 1, "a rollout")
-    (engine,) = [
-        process for process in run.named("vime.serving.server") if "guard.py" not in " ".join(process.cmdline())
-    ]
+    (engine,) = [each for each in run.named("vime.serving.server") if "guard.py" not in command_of(each)]
     engine.kill()
     assert run.wait() == 1
     run.assert_nothing_is_left()

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from tests.sandbox.test_local import left_over
+from vime.platform.sockets import free_port
 from vime.sandbox import Limits, LocalSandbox, Outcome, RemoteSandbox, Result, SandboxError
 from vime.sandbox.server import application
 from vime.sandbox.wire import job_from_json
@@ -186,11 +186,6 @@ async def comes_true(condition):
             return True
         await asyncio.sleep(0.05)
     return False
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def test_the_server_does_not_listen_for_others_without_a_token():

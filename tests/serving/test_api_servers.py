@@ -11,7 +11,17 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.serving.conftest import SAMPLED, TOLERANCE, Sender, Served, changed, largest_difference, reference
+from tests.processes import command_of
+from tests.serving.conftest import (
+    SAMPLED,
+    TOLERANCE,
+    Sender,
+    Served,
+    changed,
+    generating,
+    largest_difference,
+    reference,
+)
 from vime.serving import answers
 from vime.serving.answers import GENERATE
 from vime.serving.client import RouterClient, request_body
@@ -35,16 +45,16 @@ async def control(engine: Served) -> AsyncIterator[EngineControl]:
     await control.close()
 
 
-async def start_long(client: RouterClient) -> list[asyncio.Task[Generation]]:
+async def start_long(client: RouterClient, control: EngineControl) -> list[asyncio.Task[Generation]]:
     """Requests that run for a second or so, on connections of their own: both servers have some."""
     tasks = [asyncio.create_task(client.generate(PROMPT, LONG, session_id=f"s{i}")) for i in range(REQUESTS)]
-    await asyncio.sleep(0.3)
+    await generating(control.url, REQUESTS)
     return tasks
 
 
 def api_servers(engine: Served) -> list[psutil.Process]:
     tree = psutil.Process(engine.server.pid).children(recursive=True)
-    return [process for process in tree if any("APIServer" in word for word in process.cmdline())]
+    return [process for process in tree if "APIServer" in command_of(process)]
 
 
 async def test_requests_are_spread_over_both_and_an_abort_reaches_all_of_them(
@@ -54,7 +64,7 @@ async def test_requests_are_spread_over_both_and_an_abort_reaches_all_of_them(
     assert len(servers) == 2
     port = int(engine.url.rpartition(":")[2])
     client = RouterClient(engine.url, [control])
-    tasks = await start_long(client)
+    tasks = await start_long(client, control)
     taken = [sum(c.laddr.port == port for c in p.net_connections() if c.status == "ESTABLISHED") for p in servers]
     assert min(taken) >= 1
     async with asyncio.timeout(10):
@@ -65,7 +75,7 @@ async def test_requests_are_spread_over_both_and_an_abort_reaches_all_of_them(
 
 async def test_aborting_everything_reaches_both(engine: Served, control: EngineControl) -> None:
     client = RouterClient(engine.url, [control])
-    tasks = await start_long(client)
+    tasks = await start_long(client, control)
     await control.abort_all()
     async with asyncio.timeout(10):
         assert {(await task).finish_reason for task in tasks} == {"abort"}
@@ -75,7 +85,7 @@ async def test_aborting_everything_reaches_both(engine: Served, control: EngineC
 async def test_a_sync_through_one_is_a_sync_of_the_engine(engine: Served, control: EngineControl) -> None:
     """Requests in flight at both are kept, and go on under the new weights and their version."""
     client = RouterClient(engine.url, [control])
-    tasks = await start_long(client)
+    tasks = await start_long(client, control)
     weights = changed(engine.weights, seed=3)
     version, _ = await Sender(engine.weights, control).send(weights)
     kept = [await task for task in tasks]

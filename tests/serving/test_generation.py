@@ -10,7 +10,7 @@ from dataclasses import replace
 import aiohttp
 import pytest
 
-from tests.serving.conftest import SAMPLED, TOLERANCE, Served, largest_difference, reference
+from tests.serving.conftest import SAMPLED, TOLERANCE, Served, generating, largest_difference, reference
 from tests.tiny import make_tokenizer
 from vime.serving.client import EngineError, RouterClient
 from vime.serving.control import EngineControl
@@ -80,10 +80,10 @@ async def test_a_stop_text_ends_a_response(client: RouterClient) -> None:
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
 
 
-async def test_an_aborted_request_returns_what_it_has(client: RouterClient) -> None:
+async def test_an_aborted_request_returns_what_it_has(client: RouterClient, control: EngineControl) -> None:
     params = SamplingParams(max_tokens=480, seed=0, ignore_eos=True)
     tasks = [asyncio.create_task(client.generate(PROMPT, params, session_id=f"s{i}")) for i in range(8)]
-    await asyncio.sleep(0.3)
+    await generating(control.url, 8)
     await client.abort()
     answers = [task.result() for task in tasks]  # abort returns only when all have answered
     assert {answer.finish_reason for answer in answers} == {"abort"}
@@ -100,19 +100,19 @@ async def test_a_wrong_request_is_refused_at_once_with_the_engines_words(client:
 async def test_a_request_that_is_not_answered_in_time_names_who_was_waited_for(
     client: RouterClient, control: EngineControl
 ) -> None:
-    hurried = RouterClient(control.url, [control], request_timeout_s=0.5)
+    hurried = RouterClient(control.url, [control], request_timeout_s=2)
     await control.pause("keep")
     try:
-        with pytest.raises(EngineError, match=r"did not answer .* within 0.5 s"):
+        with pytest.raises(EngineError, match=r"did not answer .* within 2 s"):
             await hurried.generate(PROMPT, SAMPLED, session_id="a")
         with pytest.raises(
-            EngineError, match=r"engine 0 \(http://.*\) did not answer /inference/v1/generate within 0.5"
+            EngineError, match=r"engine 0 \(http://.*\) did not answer /inference/v1/generate within 2 s"
         ):
-            await check_generates(control, timeout_s=0.5)  # which is what an engine that no longer decodes looks like
+            await check_generates(control, timeout_s=2)  # which is what an engine that no longer decodes looks like
     finally:
         await control.resume()
         await hurried.close()
-    await check_generates(control, timeout_s=20)
+    await check_generates(control, timeout_s=60)
 
 
 async def test_a_pause_takes_no_longer_than_the_engine_needs_for_it(control: EngineControl) -> None:
@@ -121,14 +121,15 @@ async def test_a_pause_takes_no_longer_than_the_engine_needs_for_it(control: Eng
 
     assert "asyncio.sleep(0.02)" in inspect.getsource(AsyncLLM.pause_generation)
     clock = asyncio.get_running_loop().time
-    paused_s = []
-    for _ in range(10):
-        begin = clock()
-        await control.pause("keep")
-        paused_s.append(clock() - begin)
-        assert await control.is_paused()
-        await control.resume()
-    assert min(paused_s) < 0.02
+    ours_s, vllms_s = list[float](), list[float]()
+    for _ in range(10):  # in turn, so that a busy machine delays both
+        for mode, paused_s in (("keep", ours_s), ("wait", vllms_s)):
+            begin = clock()
+            await control.pause(mode)
+            paused_s.append(clock() - begin)
+            assert await control.is_paused()
+            await control.resume()
+    assert min(ours_s) + 0.01 < min(vllms_s)
 
 
 async def test_a_pause_takes_what_that_of_vllm_takes(control: EngineControl) -> None:

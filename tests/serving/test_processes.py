@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.processes import is_running
 from tests.tiny import make_model
 from vime.errors import UserError
 from vime.serving.engine import EngineServer, EngineSpec
@@ -52,10 +53,6 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 def pids_in(log: Path) -> list[int]:
     return [int(line) for line in log.read_text().split()] if log.exists() else []
-
-
-def is_running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def start_tree(log: Path) -> ServerProcess:

@@ -76,7 +76,8 @@ async def slow_engines() -> AsyncIterator[list[str]]:
 
 
 async def who_answers_at_once(url: str, count: int) -> list[int]:
-    """Equal prompts of one session, each sent a moment after the one before and long before that is answered."""
+    """Equal prompts of one session. When the first is answered the others are sent, each a moment after the one before
+    and long before that is answered."""
     client = RouterClient(url, request_timeout_s=30)
 
     async def ask(number: int) -> int:
@@ -84,7 +85,7 @@ async def who_answers_at_once(url: str, count: int) -> list[int]:
         return (await client.generate([1, 2, 3] * 20, PARAMS, session_id="one")).token_ids[0]
 
     try:
-        return await asyncio.gather(*map(ask, range(count)))
+        return [await ask(0), *await asyncio.gather(*map(ask, range(count - 1)))]
     finally:
         await client.close()
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.serving.conftest import Sender, Served, changed, serve
+from tests.serving.conftest import Sender, Served, changed, generating, serve
 from tests.tiny import make_model
 from vime.config.vllm_build import is_cpu_build
 from vime.models import load_shape
@@ -112,7 +112,7 @@ async def test_tokens_in_the_prefix_cache_have_routes_too(client: RouterClient) 
 async def test_an_interrupted_answer_goes_on_with_the_routes_that_it_had(client: RouterClient, engine: Served) -> None:
     sample = Sample(index=0, tokens=LONG[:200])
     running = asyncio.create_task(client.generate(sample.tokens, replace(PARAMS, max_tokens=250), session_id="a"))
-    await asyncio.sleep(0.3)
+    await generating(engine.url)
     await client.abort()
     append(sample, await running)
     begun, had = len(sample.tokens), sample.rollout_routed_experts
@@ -131,7 +131,7 @@ async def test_routes_survive_a_weight_sync_in_the_middle_of_an_answer(client: R
     sender, old = Sender({name: each.bfloat16() for name, each in engine.weights.items()}, control), engine.weights
     new = {name: each.bfloat16() for name, each in changed(old, seed=1).items()}
     running = asyncio.create_task(client.generate(LONG[:50], replace(PARAMS, max_tokens=400), session_id="a"))
-    await asyncio.sleep(0.3)
+    await generating(engine.url)
     version, _ = await sender.send(new)
     generation = await running
     await sender.send({name: each.bfloat16() for name, each in old.items()})

@@ -18,6 +18,7 @@ from tests.serving.conftest import (
     assert_serves,
     changed,
     generate_on,
+    generating,
     plan_of,
     reference,
 )
@@ -89,7 +90,7 @@ async def test_a_request_in_flight_goes_on_under_the_weights_that_are_broadcast(
     transfer = Broadcast(trainer, bucket_bytes=BUCKET_BYTES)
     await sync_engines(transfer, [control], 200)
     running = asyncio.create_task(generate_on(control, PROMPT, SamplingParams(max_tokens=480, ignore_eos=True)))
-    await asyncio.sleep(0.3)
+    await generating(control.url)
     trainer.weights = changed(old, seed=4)
     await sync_engines(transfer, [control], 201)
     generation = await running

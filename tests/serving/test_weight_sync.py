@@ -18,6 +18,7 @@ from tests.serving.conftest import (
     assert_serves,
     changed,
     generate_on,
+    generating,
     plan_of,
     reference,
 )
@@ -62,7 +63,7 @@ async def test_tokens_know_the_version_that_made_them_across_a_sync(tied: Sender
     before, _ = await tied.send(old)
     long = SamplingParams(max_tokens=480, ignore_eos=True)
     running = asyncio.create_task(generate_on(tied.control, PROMPT, long))
-    await asyncio.sleep(0.3)
+    await generating(tied.control.url)
     after, _ = await tied.send(new)
     generation = await running
 
