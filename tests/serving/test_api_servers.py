@@ -47,9 +47,13 @@ async def control(engine: Served) -> AsyncIterator[EngineControl]:
 
 async def start_long(client: RouterClient, control: EngineControl) -> list[asyncio.Task[Generation]]:
     """Requests that run for a second or so, on connections of their own: both servers have some."""
-    tasks = [asyncio.create_task(client.generate(PROMPT, LONG, session_id=f"s{i}")) for i in range(REQUESTS)]
+    tasks = send_long(client)
     await generating(control.url, REQUESTS)
     return tasks
+
+
+def send_long(client: RouterClient) -> list[asyncio.Task[Generation]]:
+    return [asyncio.create_task(client.generate(PROMPT, LONG, session_id=f"s{i}")) for i in range(REQUESTS)]
 
 
 def api_servers(engine: Served) -> list[psutil.Process]:
@@ -107,7 +111,8 @@ async def test_requests_to_an_engine_that_sleeps_wait_until_it_has_memory_for_ke
     """On a CPU a sleep takes no memory away, but vLLM's scheduler stops and goes on as it does on a GPU."""
     await control.sleep(2)
     client = RouterClient(engine.url, [control])
-    tasks = await start_long(client)
+    tasks = send_long(client)
+    await asyncio.sleep(0.3)  # most are there by then; those that come later are answered all the same
     weights = changed(engine.weights, seed=4)
     await control.wake_up("weights")
     version, report = await Sender(engine.weights, control).send(weights, asleep=True)
